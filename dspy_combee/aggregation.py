@@ -1,0 +1,227 @@
+"""Reduce: from the records of a minibatch to one proposal (paper, section 3.1).
+
+An `Aggregator` decides which reflection-LM calls to make and in which order; how a call is made is a function
+that it is given. It gets the tasks of a whole step at once (every component of every job), so that the calls of
+one level run together whatever component they are for.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from dspy_combee.executors import Executor
+from dspy_combee.records import ProposalNode, Reduction
+from dspy_combee.shuffle import augmented_shuffle, default_num_groups, effective_duplication, split_evenly
+from dspy_combee.text import estimate_tokens
+
+logger = logging.getLogger("dspy_combee")
+
+SMALLEST_TREE = 4
+"""Below this many records a tree has nothing to divide: one plain call."""
+
+
+@dataclass(frozen=True)
+class ReductionTask:
+    """The records of one component of one job.
+
+    Attributes:
+        component: The component.
+        current: Its text in the frozen candidate.
+        records: The reflection records, n of them.
+        rng: Source of the shuffle, this task's own.
+        num_groups: k; None is floor(sqrt(n)).
+        duplication_factor: p.
+    """
+
+    component: str
+    current: str
+    records: Sequence[Any]
+    rng: random.Random
+    num_groups: int | None = None
+    duplication_factor: int = 2
+
+
+@dataclass(frozen=True)
+class NodeCall:
+    """One call that an aggregator wants made.
+
+    Attributes:
+        task: The task it belongs to.
+        id: Id of the node.
+        kind: `"propose"` reads records, `"merge"` reads proposals.
+        inputs: Ids of what it reads.
+        items: What it reads.
+    """
+
+    task: ReductionTask
+    id: str
+    kind: Literal["propose", "merge"]
+    inputs: tuple[str, ...]
+    items: tuple[Any, ...]
+
+
+CallFunction = Callable[[NodeCall], ProposalNode]
+
+
+@runtime_checkable
+class Aggregator(Protocol):
+    """Turns the records of each task into one proposal."""
+
+    def aggregate(self, tasks: Sequence[ReductionTask], call: CallFunction, executor: Executor) -> list[Reduction]:
+        """Reduce every task.
+
+        Args:
+            tasks: The tasks of a step, independent of each other.
+            call: Makes one reflection-LM call. It never raises for a failed call: the node says why.
+            executor: Runs the calls.
+
+        Returns:
+            One reduction for each task, in order.
+        """
+        ...
+
+
+class TreeAggregator:
+    """The paper's two-level scan, with more levels where one merge would read too much.
+
+    Level 1 makes one call per group, all at once. Level 2 merges the k proposals in one call when k is at most
+    `max_fan_in`; else they are dealt into ceil(k / max_fan_in) even groups and merged, level by level. Equal
+    proposals are merged without a call. At least half of the calls of a level must succeed.
+
+    Args:
+        max_fan_in: Proposals that one merge reads at most, at least 2.
+        max_context_tokens: Tokens that the records of one call may take (estimated); None for no limit. A group
+            over it is split.
+
+    Raises:
+        TypeError: If an argument is no int.
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(self, max_fan_in: int = 32, max_context_tokens: int | None = None) -> None:
+        _check_int("max_fan_in", max_fan_in, 2)
+        if max_context_tokens is not None:
+            _check_int("max_context_tokens", max_context_tokens, 1)
+        self.max_fan_in = max_fan_in
+        self.max_context_tokens = max_context_tokens
+
+    def __repr__(self) -> str:
+        return f"TreeAggregator(max_fan_in={self.max_fan_in}, max_context_tokens={self.max_context_tokens})"
+
+    def aggregate(self, tasks: Sequence[ReductionTask], call: CallFunction, executor: Executor) -> list[Reduction]:
+        """See `Aggregator.aggregate`."""
+        trees = [_Tree(task, self.max_fan_in, self.max_context_tokens) for task in tasks]
+        wave = [(tree, tree.first_level()) for tree in trees]
+        while any(calls for _, calls in wave):
+            nodes = iter(executor.map(call, [node_call for _, calls in wave for node_call in calls]))
+            wave = [(tree, tree.next_level([next(nodes) for _ in calls])) for tree, calls in wave if calls]
+        return [tree.reduction() for tree in trees]
+
+
+class _Tree:
+    """The tree of one task while it grows."""
+
+    def __init__(self, task: ReductionTask, max_fan_in: int, max_context_tokens: int | None) -> None:
+        self.task = task
+        self.max_fan_in = max_fan_in
+        self.max_context_tokens = max_context_tokens
+        n = len(task.records)
+        k = default_num_groups(n) if task.num_groups is None else min(task.num_groups, max(1, n))
+        self.k = 1 if n < SMALLEST_TREE else k
+        self.p = effective_duplication(task.duplication_factor, self.k)
+        self.level = 0
+        self.nodes: list[ProposalNode] = []
+        self.text: Any = None
+        self.error: str | None = None
+
+    def first_level(self) -> list[NodeCall]:
+        n = len(self.task.records)
+        if n == 0:
+            self.error = "there are no records"
+            return []
+        if self.k == 1:
+            logger.info("%s: %d records go into one plain reflection call.", self.task.component, n)
+        numbered = list(enumerate(self.task.records))
+        groups = augmented_shuffle(numbered, self.k, self.p, self.task.rng) if self.k > 1 else [numbered]
+        groups = [part for group in groups for part in self._fitting(group)]
+        self.k = len(groups)
+        return [
+            self._call(index, "propose", tuple(f"r{position}" for position, _ in group), [r for _, r in group])
+            for index, group in enumerate(groups)
+        ]
+
+    def next_level(self, nodes: list[ProposalNode]) -> list[NodeCall]:
+        self.nodes.extend(nodes)
+        self.level += 1
+        failures = [node for node in nodes if node.output is None]
+        if 2 * len(failures) > len(nodes):
+            cause = failures[-1].error
+            self.error = f"{len(failures)} of {len(nodes)} reflection calls of level {self.level} failed; last: {cause}"
+            return []
+        proposals: list[tuple[Any, list[str]]] = []
+        for node in nodes:
+            if node.output is not None:
+                _add_proposal(proposals, node)
+        if len(proposals) == 1:
+            self.text = proposals[0][0]
+            return []
+        parts = 1 if len(proposals) <= self.max_fan_in else math.ceil(len(proposals) / self.max_fan_in)
+        return [
+            self._call(index, "merge", tuple(i for _, ids in part for i in ids), [text for text, _ in part])
+            for index, part in enumerate(split_evenly(proposals, parts))
+        ]
+
+    def reduction(self) -> Reduction:
+        return Reduction(self.task.component, self.text, tuple(self.nodes), self.k, self.p, self.error)
+
+    def _call(
+        self, index: int, kind: Literal["propose", "merge"], inputs: tuple[str, ...], items: list[Any]
+    ) -> NodeCall:
+        return NodeCall(self.task, f"{self.level + 1}.{index}", kind, inputs, tuple(items))
+
+    def _fitting(self, group: list[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
+        """Split a group until the records of each part fit the token limit (one record always stands)."""
+        if self.max_context_tokens is None or len(group) == 1:
+            return [group]
+        if sum(estimate_tokens(record) for _, record in group) <= self.max_context_tokens:
+            return [group]
+        return [part for half in split_evenly(group, 2) for part in self._fitting(half)]
+
+
+def _add_proposal(proposals: list[tuple[Any, list[str]]], node: ProposalNode) -> None:
+    for text, ids in proposals:
+        if text == node.output:
+            ids.append(node.id)
+            return
+    proposals.append((node.output, [node.id]))
+
+
+def _check_int(name: str, value: object, smallest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int of at least {smallest}, got {value!r}.")
+    if value < smallest:
+        raise ValueError(f"{name} must be at least {smallest}, got {value}.")
+
+
+AGGREGATORS: dict[str, Callable[[], Aggregator]] = {"tree": TreeAggregator}
+
+
+def resolve_aggregator(aggregator: str | Aggregator) -> Aggregator:
+    """The aggregator of that name, or the one given.
+
+    Raises:
+        ValueError: If no aggregator has that name.
+        TypeError: If it is neither a name nor an `Aggregator`.
+    """
+    if isinstance(aggregator, str):
+        if aggregator not in AGGREGATORS:
+            raise ValueError(f"Unknown aggregator {aggregator!r}; known are {sorted(AGGREGATORS)}.")
+        return AGGREGATORS[aggregator]()
+    if not isinstance(aggregator, Aggregator):
+        raise TypeError(f"aggregator must be a name or an Aggregator, got {type(aggregator).__name__}.")
+    return aggregator

@@ -1,0 +1,191 @@
+"""Reflection records: what happened at one predictor in one rollout, as reflection reads it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import dspy
+from dspy.adapters.chat_adapter import ChatAdapter
+from dspy.adapters.types import History
+from dspy.teleprompt.bootstrap_trace import FailedPrediction
+
+from dspy_combee.executors import Executor
+from dspy_combee.records import ReflectionRecord, Rollout, TraceStep
+from dspy_combee.rollout import Scorer, program_trace
+from dspy_combee.text import shorten
+
+logger = logging.getLogger("dspy_combee")
+
+
+class ReflectiveDataset(dict[str, list[Any]]):
+    """The reflection records by component.
+
+    Attributes:
+        scores: The scores of the minibatch that the records come from, the very list that GEPA's events carry.
+    """
+
+    def __init__(self, records: Mapping[str, list[Any]], scores: list[float]) -> None:
+        super().__init__(records)
+        self.scores = scores
+
+
+class RecordMaker:
+    """Makes the reflection records of rollouts, asking the metric for feedback on each predictor.
+
+    A record shows one call of the predictor: the one that could not be parsed, else the last. Other calls of the
+    same rollout stand beside it as `Earlier Calls`, except those that the last one repeats (the transcript of an
+    agent grows from call to call).
+
+    Args:
+        scorer: Holds the metric and judges what it returns.
+        executor: Runs the feedback calls.
+        keep_unparsed: Whether an answer that could not be parsed gives a record.
+        warn_of_mismatch: Whether to warn (once) when the metric scores differently at feedback time.
+
+    Attributes:
+        feedback_calls: Metric calls made for feedback so far.
+    """
+
+    def __init__(self, scorer: Scorer, executor: Executor, keep_unparsed: bool, warn_of_mismatch: bool) -> None:
+        self.scorer = scorer
+        self.executor = executor
+        self.keep_unparsed = keep_unparsed
+        self.warn_of_mismatch = warn_of_mismatch
+        self.feedback_calls = 0
+
+    def records(self, rollouts: Sequence[Rollout], components: Sequence[str]) -> dict[str, list[Any]]:
+        """The records of each component, in the order of the rollouts that reached it.
+
+        Inputs and outputs keep their types.
+        """
+        requests = [
+            _FeedbackRequest(component, rollout, calls)
+            for component in components
+            for rollout in rollouts
+            if (calls := self._calls_of(component, rollout))
+        ]
+        made = self.executor.map(self._record, requests)
+        self.feedback_calls += sum(request.asks_the_metric for request in requests)
+        records: dict[str, list[Any]] = {component: [] for component in components}
+        for request, record in zip(requests, made, strict=True):
+            records[request.component].append(record)
+        return records
+
+    def _calls_of(self, component: str, rollout: Rollout) -> list[TraceStep]:
+        """The component's calls in a rollout, the one to reflect on last."""
+        calls = [step for step in rollout.trace if step.name == component]
+        unparsed = [step for step in calls if isinstance(step.outputs, FailedPrediction)]
+        if not self.keep_unparsed:
+            # DSPy's rule: an answer that could not be parsed then gives no record, wherever it failed.
+            if any(isinstance(step.outputs, FailedPrediction) for step in rollout.trace):
+                return []
+            return calls
+        return [step for step in calls if step not in unparsed] + unparsed[:1]
+
+    def _record(self, request: _FeedbackRequest) -> ReflectionRecord:
+        *earlier, call = request.calls
+        fields: dict[str, Any] = {
+            "Inputs": _input_fields(call.inputs),
+            "Generated Outputs": _output_fields(call),
+            "Feedback": self._feedback(request, call),
+        }
+        before = [step for step in earlier if not _repeated_by(step, call)]
+        if before:
+            fields["Earlier Calls"] = [
+                {"Inputs": _input_fields(step.inputs), "Generated Outputs": _output_fields(step)} for step in before
+            ]
+        return ReflectionRecord(fields, source=request.rollout.index)
+
+    def _feedback(self, request: _FeedbackRequest, call: TraceStep) -> str:
+        if isinstance(call.outputs, FailedPrediction):
+            structure = ChatAdapter().format(call.predictor.signature, [], {})
+            lines = "".join(f"{message['role']}: {message['content']}\n" for message in structure)
+            return f"Your output failed to parse. Follow this structure:\n{lines}"
+        if not request.asks_the_metric:
+            return f"The program failed on this example: {request.rollout.error}"
+        rollout = request.rollout
+        own_trace = [(call.predictor, dict(call.inputs), call.outputs)]
+        try:
+            result = self.scorer.metric(
+                rollout.example, rollout.prediction, program_trace(rollout), request.component, own_trace
+            )
+        except Exception as error:
+            what = f"The metric raised {type(error).__name__}: {shorten(str(error))}"
+            self.scorer.warn_once("feedback", what, "Feedback on such an example is its score alone.")
+            return f"This trajectory got a score of {rollout.score}."
+        score, _ = self.scorer.coerce(result)
+        if score != rollout.score:
+            self._warn_of_mismatch()
+        feedback = result.get("feedback") if isinstance(result, Mapping | dspy.Prediction) else None
+        return f"This trajectory got a score of {rollout.score}." if feedback is None else str(feedback)
+
+    def _warn_of_mismatch(self) -> None:
+        if self.warn_of_mismatch:
+            self.warn_of_mismatch = False
+            logger.warning(
+                "The metric gave another score when it was asked for feedback on a predictor. The score that it "
+                "gave to the whole rollout stands. This is harmless where the metric is not deterministic; a metric "
+                "that scores predictors should still return the rollout's score. Silence this with "
+                "warn_on_score_mismatch=False."
+            )
+
+
+@dataclass(frozen=True)
+class _FeedbackRequest:
+    """A record to be made: the component, the rollout, and the component's calls in it."""
+
+    component: str
+    rollout: Rollout
+    calls: list[TraceStep]
+
+    @property
+    def asks_the_metric(self) -> bool:
+        return self.rollout.error is None and not isinstance(self.calls[-1].outputs, FailedPrediction)
+
+
+def _input_fields(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs by name; the first history goes under `Context`, as in `dspy.GEPA`."""
+    histories = [name for name, value in inputs.items() if isinstance(value, History)]
+    fields = {"Context": inputs[histories[0]]} if histories else {}
+    fields.update({name: value for name, value in inputs.items() if name not in histories[:1]})
+    return fields
+
+
+def _output_fields(step: TraceStep) -> Any:
+    if isinstance(step.outputs, FailedPrediction):
+        raw = step.outputs.completion_text
+        return f"Couldn't parse the output as per the expected output format. The model's raw response was:\n```\n{raw}\n```\n\n"
+    if step.outputs is None:
+        return "None: the call raised an error."
+    return dict(step.outputs.items())
+
+
+def _repeated_by(step: TraceStep, last: TraceStep) -> bool:
+    """Whether `last` shows all that `step` shows: its inputs are `step`'s, and a transcript in them has grown."""
+    if step.inputs.keys() != last.inputs.keys():
+        return False
+    grown = False
+    for name, value in step.inputs.items():
+        later = last.inputs[name]
+        if isinstance(value, str) and isinstance(later, str):
+            if not later.startswith(value):
+                return False
+            grown = grown or len(later) > len(value)
+        elif isinstance(value, History) and isinstance(later, History):
+            if later.messages[: len(value.messages)] != value.messages:
+                return False
+            grown = grown or len(later.messages) > len(value.messages) or _holds_output(later, step)
+        elif value is not later and value != later:
+            return False
+    return grown
+
+
+def _holds_output(history: History, step: TraceStep) -> bool:
+    """Whether a history that grows in place (`dspy.ReActV2`) has taken up what the step gave."""
+    if step.outputs is None or isinstance(step.outputs, FailedPrediction):
+        return False
+    given = [value for value in step.outputs.values() if value is not None]
+    return bool(given) and all(any(value in message.values() for message in history.messages) for value in given)

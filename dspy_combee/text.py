@@ -1,0 +1,65 @@
+"""Text that is data: what goes into a prompt, or comes out of a reply, never taken for anything else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from dspy.adapters.types import History
+from dspy.adapters.types.base_type import Type
+from dspy.primitives.repl_types import REPLHistory
+from pydantic import BaseModel
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+# DSPy cuts user messages at these markers and reads what stands between them as content blocks. A word joiner
+# (U+2060), which shows nothing, keeps a marker that is part of a record from being one.
+_TYPE_MARKERS = re.compile(r"<<(?=CUSTOM-TYPE-(?:START|END)-IDENTIFIER>>)")
+_WORD_JOINER = "\u2060"
+
+
+def repair(text: str) -> str:
+    """Replace lone surrogates, which no provider can receive, by U+FFFD."""
+    return _SURROGATES.sub("\ufffd", text)
+
+
+def as_text(text: str) -> str:
+    """`text` as it may stand in a prompt: repaired, with DSPy's custom-type markers made inert."""
+    return _TYPE_MARKERS.sub("<<" + _WORD_JOINER, repair(text))
+
+
+def as_data(value: Any) -> Any:
+    """`value` with every text in it made safe for a prompt.
+
+    DSPy's own types (images, histories) stay what they are and are passed by reference; what has no plain
+    form becomes its `str`.
+    """
+    if isinstance(value, str):
+        return as_text(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, History):
+        return value.model_copy(update={"messages": [as_data(message) for message in value.messages]})
+    if isinstance(value, Type):
+        formatted = value.format()
+        return as_text(formatted) if isinstance(formatted, str) else value
+    if isinstance(value, REPLHistory):
+        return value
+    if isinstance(value, BaseModel):
+        return as_data(value.model_dump())
+    if isinstance(value, Mapping):
+        return {as_text(str(key)): as_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [as_data(item) for item in value]
+    return as_text(str(value))
+
+
+def estimate_tokens(value: Any) -> int:
+    """A rough count of the tokens of `value` as text: a quarter of its UTF-8 bytes, at least 1."""
+    return max(1, len(str(value).encode("utf-8", "replace")) // 4)
+
+
+def shorten(text: str, limit: int = 500) -> str:
+    """`text` on one line, cut at `limit` characters with a mark."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
