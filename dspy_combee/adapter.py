@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import dspy
 from dspy.primitives.code_interpreter import CodeInterpreterError
@@ -28,6 +28,18 @@ logger = logging.getLogger("dspy_combee")
 Candidate = dict[str, str]
 
 
+class RolloutObserver(Protocol):
+    """Is told of the rollouts and feedback calls that were made."""
+
+    def note_rollouts(self, rollouts: Sequence[Rollout], traced: bool) -> None:
+        """These rollouts were made, with traces or without."""
+        ...
+
+    def note_feedback(self, metric_calls: int) -> None:
+        """The metric was asked for feedback this many times."""
+        ...
+
+
 class CombeeAdapter(DspyAdapter):
     """Evaluates candidates with Map and makes one reflection record for each rollout and component.
 
@@ -41,6 +53,7 @@ class CombeeAdapter(DspyAdapter):
         warn_on_score_mismatch: Whether to warn (once) when the metric scores differently at feedback time.
         reflection_lm: For the code components of `dspy.Flex`.
         code_proposer: Replaces DSPy's proposer of Flex code.
+        observer: Is told of the rollouts that were made.
     """
 
     propose_new_texts: Any = None
@@ -55,6 +68,7 @@ class CombeeAdapter(DspyAdapter):
         warn_on_score_mismatch: bool = True,
         reflection_lm: Any = None,
         code_proposer: Any = None,
+        observer: RolloutObserver | None = None,
     ) -> None:
         super().__init__(
             student_module=student,
@@ -74,6 +88,7 @@ class CombeeAdapter(DspyAdapter):
         self.map_stage = MapStage(self.copier, scorer, executor)
         self.record_maker = RecordMaker(scorer, executor, add_format_failure_as_feedback, warn_on_score_mismatch)
         self._tool_lines = _tool_lines(student)
+        self.observer = observer
         self.saved_parts: dict[str, Any] = {}
 
     # Candidates ----------------------------------------------------------------------------------------------
@@ -150,7 +165,10 @@ class CombeeAdapter(DspyAdapter):
                 broken[position] = str(error)
                 continue
             jobs.extend(RolloutJob(program, example, index) for index, example in enumerate(batch))
-        rollouts = iter(self.map_stage.run(jobs))
+        made = self.map_stage.run(jobs)
+        if self.observer is not None:
+            self.observer.note_rollouts(made, capture_traces)
+        rollouts = iter(made)
         return [
             _failed_batch(batch, self.failure_score, capture_traces)
             if position in broken
@@ -174,6 +192,8 @@ class CombeeAdapter(DspyAdapter):
         code = [component for component in components_to_update if component in self._flex_paths]
         plain = [component for component in components_to_update if component not in self._flex_paths]
         records = self.record_maker.records(rollouts, plain)
+        if self.observer is not None:
+            self.observer.note_feedback(self.record_maker.take_feedback_calls())
         records.update({component: code_reflective_records(eval_batch) for component in code})
         for component in components_to_update:
             if not records[component]:

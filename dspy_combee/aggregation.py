@@ -136,6 +136,7 @@ class _Tree:
         self.p = effective_duplication(task.duplication_factor, self.k)
         self.level = 0
         self.nodes: list[ProposalNode] = []
+        self.waiting: list[tuple[Any, list[str]]] = []  # Proposals that had none to be merged with.
         self.text: Any = None
         self.error: str | None = None
 
@@ -163,17 +164,18 @@ class _Tree:
             cause = failures[-1].error
             self.error = f"{len(failures)} of {len(nodes)} reflection calls of level {self.level} failed; last: {cause}"
             return []
-        proposals: list[tuple[Any, list[str]]] = []
+        proposals = self.waiting
         for node in nodes:
             if node.output is not None:
                 _add_proposal(proposals, node)
         if len(proposals) == 1:
             self.text = proposals[0][0]
             return []
-        parts = 1 if len(proposals) <= self.max_fan_in else math.ceil(len(proposals) / self.max_fan_in)
+        parts = split_evenly(proposals, math.ceil(len(proposals) / self.max_fan_in))
+        self.waiting = [part[0] for part in parts if len(part) == 1]
         return [
             self._call(index, "merge", tuple(i for _, ids in part for i in ids), [text for text, _ in part])
-            for index, part in enumerate(split_evenly(proposals, parts))
+            for index, part in enumerate(part for part in parts if len(part) > 1)
         ]
 
     def reduction(self) -> Reduction:

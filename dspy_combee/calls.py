@@ -8,25 +8,39 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import dspy
-from dspy.utils.exceptions import LMAuthError, LMBillingError, LMConfigurationError, LMUnsupportedModelError
+from dspy.utils.exceptions import (
+    LMAuthError,
+    LMBillingError,
+    LMConfigurationError,
+    LMError,
+    LMUnsupportedModelError,
+)
 
 from dspy_combee.errors import ProviderError
+from dspy_combee.records import Usage
 from dspy_combee.text import repair, shorten
 
+T = TypeVar("T")
+
 ATTEMPTS = 2
+
+_METERING = threading.Lock()
 
 # Errors that no second attempt can mend and that say nothing about the prompt.
 FATAL_ERRORS = (LMAuthError, LMBillingError, LMConfigurationError, LMUnsupportedModelError)
 
-_THINKING = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL | re.IGNORECASE)
-_OPEN_THINKING = re.compile(r"<think(?:ing)?>", re.IGNORECASE)
-_TRUNCATED = {"length", "max_tokens", "incomplete"}
+# Only what a reply begins with is thinking; a tag further on is part of what it says.
+_THINKING = re.compile(r"(?:\s*<think(?:ing)?>.*?</think(?:ing)?>)+", re.DOTALL | re.IGNORECASE)
+_OPEN_THINKING = re.compile(r"\s*<think(?:ing)?>", re.IGNORECASE)
+_OBJECT = re.compile(r'\{\s*"')
+_CUT_OFF = {"length", "max_tokens", "incomplete", "content_filter", "error"}
 
 
 class UnusableReplyError(ValueError):
@@ -43,10 +57,7 @@ class LMCallResult:
         prompt: The chat messages of the last LM call, as text.
         raw_output: The reply of the last LM call.
         seconds: Wall time of the attempts together.
-        input_tokens: Prompt tokens reported, cache hits not counted.
-        output_tokens: Reply tokens reported, cache hits not counted.
-        cost: US dollars, cache hits at zero; None when a call reported no cost.
-        calls: Calls of the LM.
+        usage: What the LM calls of the attempts took.
     """
 
     value: Any
@@ -54,10 +65,7 @@ class LMCallResult:
     prompt: str
     raw_output: str
     seconds: float
-    input_tokens: int
-    output_tokens: int
-    cost: float | None
-    calls: int
+    usage: Usage
 
 
 class _Listener(dspy.Module):
@@ -83,7 +91,7 @@ def call_lm(function: Callable[[], str], lm: Any, json_fields: Sequence[str] = (
     """
     started = time.perf_counter()
     history: list[Mapping[str, Any]] = []
-    calls, value, error = 0, None, None
+    unrecorded, value, error = 0, None, None
     for attempt in range(ATTEMPTS):
         listener: Any = _Listener()  # type: ignore[no-untyped-call]
         attempt_lm = lm if attempt == 0 else lm.copy(cache=False)
@@ -91,13 +99,12 @@ def call_lm(function: Callable[[], str], lm: Any, json_fields: Sequence[str] = (
             with dspy.context(lm=attempt_lm, disable_history=False, max_history_size=1000):
                 text = listener(function)
             _check_replies(listener.history, json_fields)
-            value = _check_text(text)
-            error = None
+            value, error = _check_text(text), None
         except FATAL_ERRORS as fatal:
             raise ProviderError(f"The reflection LM refused the call: {shorten(str(fatal))}") from fatal
         except Exception as failure:
-            error = f"{type(failure).__name__}: {shorten(str(failure))}"
-        calls += max(len(listener.history), 1 if error else 0)
+            error = _cause(failure, listener.history, json_fields)
+            unrecorded += isinstance(failure, LMError)
         history.extend(listener.history)
         if error is None:
             break
@@ -108,28 +115,89 @@ def call_lm(function: Callable[[], str], lm: Any, json_fields: Sequence[str] = (
         prompt=_render_messages(last),
         raw_output="\n".join(_texts(last)),
         seconds=time.perf_counter() - started,
-        input_tokens=sum(_tokens(entry, "prompt_tokens") for entry in history),
-        output_tokens=sum(_tokens(entry, "completion_tokens") for entry in history),
-        cost=_total_cost(history),
-        calls=calls,
+        usage=usage_of(history) + Usage(calls=unrecorded),
     )
+
+
+def _cause(failure: Exception, history: Sequence[Mapping[str, Any]], json_fields: Sequence[str]) -> str:
+    """Why an attempt failed: what is wrong with the raw reply, where that is wrong, tells more than the parser."""
+    try:
+        _check_replies(history, json_fields)
+    except UnusableReplyError as complaint:
+        failure = complaint
+    return f"{type(failure).__name__}: {shorten(str(failure))}"
+
+
+def listen(function: Callable[[], T]) -> tuple[T, Usage]:
+    """Run `function` and tell what the language-model calls inside it took."""
+    listener: Any = _Listener()  # type: ignore[no-untyped-call]
+    with dspy.context(disable_history=False, max_history_size=1000):
+        value = listener(function)
+    return value, usage_of(listener.history)
+
+
+def usage_of(history: Sequence[Mapping[str, Any]]) -> Usage:
+    """What the calls of a DSPy history took."""
+    return sum((_entry_usage(entry) for entry in history), Usage())
+
+
+def _entry_usage(entry: Mapping[str, Any]) -> Usage:
+    usage = entry.get("usage") or {}
+    if not usage and _was_metered(entry.get("response")):
+        return Usage(calls=1, cache_hits=1)  # It shows the cost of the call that filled the cache; it had none.
+    cost = entry.get("cost")
+    return Usage(
+        calls=1,
+        input_tokens=int(usage.get("prompt_tokens") or usage.get("input_tokens") or 0),
+        output_tokens=int(usage.get("completion_tokens") or usage.get("output_tokens") or 0),
+        cost=None if cost is None else float(cost),
+    )
+
+
+def _was_metered(response: Any) -> bool:
+    """Whether the reply came with token counts once: an entry without usage is then a cache hit."""
+    if _get(response, "cache_hit"):
+        return True
+    replies = response if isinstance(response, list | tuple) else [response]
+    counts = [_get(_get(reply, "usage"), name) for reply in replies for name in ("input_tokens", "total_tokens")]
+    return any(count is not None for count in counts)
+
+
+class UsageMeter:
+    """Adds up usage from several threads."""
+
+    def __init__(self) -> None:
+        self.usage = Usage()
+
+    def add(self, usage: Usage) -> None:
+        """Add what a call took."""
+        with _METERING:
+            self.usage = self.usage + usage
+
+    def get_state(self) -> Usage:
+        """What a resumed run needs to go on counting."""
+        return self.usage
+
+    def set_state(self, state: Usage) -> None:
+        """Go on from the count of another run."""
+        self.usage = state
 
 
 def _check_text(text: Any) -> str:
     if not isinstance(text, str):
         raise UnusableReplyError(f"expected a text, got {type(text).__name__}")
-    if not text.strip():
-        raise UnusableReplyError("the reply is empty")
+    check_reply(text)
     return repair(text.strip())
 
 
 def _check_replies(history: Sequence[Mapping[str, Any]], json_fields: Sequence[str]) -> None:
     for entry in history:
-        reasons = _TRUNCATED & _finish_reasons(entry.get("response"))
+        reasons = _CUT_OFF & _finish_reasons(entry.get("response"))
         if reasons:
             raise UnusableReplyError(f"the reply was cut off (finish reason {sorted(reasons)[0]!r})")
-    if history:
-        for text in _texts(history[-1]):
+    # Without JSON, DSPy asks again in JSON when it cannot read a reply: only the last one counts then.
+    for entry in history if json_fields else history[-1:]:
+        for text in _texts(entry):
             check_reply(text, json_fields)
 
 
@@ -143,37 +211,43 @@ def check_reply(text: str, json_fields: Sequence[str] = ()) -> None:
     Raises:
         UnusableReplyError: Saying what is wrong.
     """
-    spoken = _THINKING.sub("", text)
+    thinking = _THINKING.match(text)
+    spoken = text[thinking.end() :] if thinking else text
     if not spoken.strip():
         raise UnusableReplyError("the reply is empty")
-    if _OPEN_THINKING.match(spoken.lstrip()):
+    if _OPEN_THINKING.match(spoken):
         raise UnusableReplyError("the reply ends inside a think tag")
     if not json_fields:
         return
-    fields = _json_object(spoken)
+    fields = _json_object(spoken, json_fields)
     held = [fields[name] for name in json_fields if name in fields]
     if not held:
         raise UnusableReplyError(f"the reply's JSON object has none of the fields {', '.join(json_fields)}")
-    if not isinstance(held[0], str) or not held[0].strip():
-        raise UnusableReplyError(f"the reply's field is {'blank' if held[0] == '' else 'no text'}")
+    if not isinstance(held[0], str):
+        raise UnusableReplyError(f"the reply's field is no text but {shorten(repr(held[0]), 80)}")
+    if not repair(held[0]).strip():
+        raise UnusableReplyError("the reply's field is blank")
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    start = text.find("{")
-    before = text[:start] if start >= 0 else text
-    if before.count("```") % 2 and "```" not in text[start:]:
-        raise UnusableReplyError("the reply ends inside a code fence")
-    if start < 0:
+def _json_object(text: str, names: Sequence[str]) -> dict[str, Any]:
+    """The JSON object of a reply, which may stand in prose and in a code fence, read without mending anything."""
+    start = _OBJECT.search(text)
+    if start is None:
         raise UnusableReplyError("the reply holds no JSON object")
-    if before.strip().startswith("["):
+    before = text[: start.start()]
+    if before.rstrip().endswith("["):
         raise UnusableReplyError("the reply is a list, not a JSON object")
     try:
-        value, _ = json.JSONDecoder(strict=False).raw_decode(text[start:])
-    except json.JSONDecodeError as error:
+        value, end = json.JSONDecoder(strict=False).raw_decode(text, start.start())
+    except (json.JSONDecodeError, RecursionError) as error:
         raise UnusableReplyError(f"the reply's JSON object is not whole: {error}") from error
-    if not isinstance(value, dict):
-        raise UnusableReplyError("the reply is no JSON object")
-    return value
+    after = text[end:]
+    if before.count("```") % 2 and "```" not in after:
+        raise UnusableReplyError("the reply ends inside a code fence")
+    if any(re.search(r"\{\W*" + re.escape(name), after) for name in names):
+        raise UnusableReplyError("the reply holds two answers")
+    fields: dict[str, Any] = value
+    return fields
 
 
 def _get(value: Any, name: str) -> Any:
@@ -190,16 +264,6 @@ def _finish_reasons(response: Any) -> set[str]:
 def _texts(entry: Mapping[str, Any]) -> list[str]:
     outputs = entry.get("outputs") or []
     return [str((output.get("text") if isinstance(output, Mapping) else output) or "") for output in outputs]
-
-
-def _tokens(entry: Mapping[str, Any], name: str) -> int:
-    return int((entry.get("usage") or {}).get(name) or 0)
-
-
-def _total_cost(history: Sequence[Mapping[str, Any]]) -> float | None:
-    # A cache hit keeps the old cost but has no usage: it costs nothing.
-    costs = [entry.get("cost") for entry in history if entry.get("usage")]
-    return None if None in costs else float(sum(cost for cost in costs if cost is not None))
 
 
 def _render_messages(entry: Mapping[str, Any]) -> str:

@@ -2,7 +2,9 @@
 
     CombeeError
     ├── ProviderError      the LM provider refused or cannot be reached: the run stops, no candidate is blamed
-    └── ReflectionError    reflection proposed nothing, three steps in a row
+    ├── ReflectionError    reflection proposed nothing, three steps in a row
+    ├── UnknownCostError   a budget in dollars was set, and the reflection LM reports no cost
+    └── OutOfBudgetError   the reflection money is spent; inside a run this ends the search, it is not raised
 
 Wrong arguments raise `TypeError` or `ValueError`, and the checks inherited from `dspy.GEPA` raise what they
 raise there. Whatever leaves `CombeeOptimizer.compile` carries `best_program`, the best program so far.
@@ -32,3 +34,11 @@ class ProviderError(CombeeError):
 
 class ReflectionError(CombeeError):
     """Reflection failed in three steps in a row, so that the run could only go on spending."""
+
+
+class UnknownCostError(CombeeError):
+    """`max_reflection_cost` was set and the reflection LM does not report what its calls cost."""
+
+
+class OutOfBudgetError(CombeeError):
+    """`max_reflection_cost` is spent, so no further reflection call is made."""

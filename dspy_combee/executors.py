@@ -14,13 +14,16 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 T = TypeVar("T")
 R = TypeVar("R")
 
+# The executors whose items this context runs inside.
+_INSIDE: contextvars.ContextVar[tuple[Executor, ...]] = contextvars.ContextVar("dspy_combee_inside", default=())
+
 
 @runtime_checkable
 class Executor(Protocol):
     """Runs one function over many items.
 
     Attributes:
-        width: How many items are in flight at most, all kinds of work together.
+        width: How many items are in flight at most, over all the calls of `map` that are under way.
     """
 
     width: int
@@ -35,10 +38,12 @@ class Executor(Protocol):
     ) -> list[R]:
         """Apply `function` to every item.
 
+        An item may call `map` itself; its items then run one at a time, in the place of the one that waits.
+
         Args:
             function: Called once per item, each time in a copy of the caller's context (`contextvars`).
             items: The items.
-            timeout: Seconds that one item may take, from its start; None for no limit.
+            timeout: Seconds that one item may take, from its start, more than 0; None for no limit.
             on_timeout: Gives the result of an item that took longer. The late result is dropped and the item
                 no longer counts towards the width. Required with `timeout`.
 
@@ -46,7 +51,9 @@ class Executor(Protocol):
             The results, in the order of the items, always as many as the items.
 
         Raises:
-            BaseException: The first error that `function` raised. Items that had not started never start.
+            BaseException: The first error that `function` raised. Items that had not started never start, and
+                those in flight no longer count towards the width.
+            ValueError: If the timeout is out of range or lacks on_timeout.
         """
         ...
 
@@ -70,6 +77,13 @@ class ThreadExecutor:
         if width < 1:
             raise ValueError(f"num_threads must be at least 1, got {width}.")
         self.width = width
+        self._slots = threading.Semaphore(width)
+
+    def __reduce__(self) -> tuple[type[ThreadExecutor], tuple[int]]:
+        return type(self), (self.width,)  # A copy has slots of its own.
+
+    def __repr__(self) -> str:
+        return f"ThreadExecutor({self.width})"
 
     def map(
         self,
@@ -81,20 +95,40 @@ class ThreadExecutor:
     ) -> list[R]:
         """See `Executor.map`."""
         items = list(items)
-        deadline = None
-        if timeout is not None:
-            if on_timeout is None:
-                raise ValueError("timeout needs on_timeout, which gives the result of an item that takes too long.")
-            deadline = _Deadline(timeout, on_timeout)
-        if deadline is None and (self.width == 1 or len(items) <= 1):
-            return [contextvars.copy_context().run(function, item) for item in items]
-        job = _Job(function, items, deadline)
-        for _ in range(min(self.width, len(items))):
+        deadline = _deadline(timeout, on_timeout)
+        inside = _INSIDE.get()
+        nested = self in inside
+        # An item that calls `map` holds a slot already.
+        slots = threading.Semaphore(1) if nested else self._slots
+        width = 1 if nested else min(self.width, len(items))
+        token = _INSIDE.set(inside if nested else (*inside, self))
+        try:
+            if deadline is None and (width <= 1 or self.width == 1):
+                return [_run_here(function, item, slots) for item in items]
+            job = _Job(function, items, deadline, slots)
+        finally:
+            _INSIDE.reset(token)
+        for _ in range(width):
             job.add_worker()
         try:
             return job.collect()
         finally:
-            job.pending.clear()
+            job.abandon()
+
+
+def _deadline(timeout: float | None, on_timeout: Callable[[Any], Any] | None) -> _Deadline | None:
+    if timeout is None:
+        return None
+    if not timeout > 0:
+        raise ValueError(f"timeout must be more than 0 seconds, got {timeout!r}.")
+    if on_timeout is None:
+        raise ValueError("timeout needs on_timeout, which gives the result of an item that takes too long.")
+    return _Deadline(timeout, on_timeout)
+
+
+def _run_here(function: Callable[[T], R], item: T, slots: threading.Semaphore) -> R:
+    with slots:
+        return contextvars.copy_context().run(function, item)
 
 
 @dataclass(frozen=True)
@@ -113,13 +147,20 @@ class _Outcome:
 class _Job:
     """One call of `ThreadExecutor.map`: the items that wait, and the outcomes that come in."""
 
-    def __init__(self, function: Callable[[Any], Any], items: list[Any], deadline: _Deadline | None) -> None:
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        items: list[Any],
+        deadline: _Deadline | None,
+        slots: threading.Semaphore,
+    ) -> None:
         self.function = function
         self.items = items
         self.deadline = deadline
+        self.slots = slots
         self.contexts = [contextvars.copy_context() for _ in items]
         self.pending = deque(range(len(items)))
-        self.started: dict[int, float] = {}
+        self.started: dict[int, float] = {}  # Items in flight. Who takes one out gives its slot back.
         self.outcomes: queue.SimpleQueue[_Outcome | None] = queue.SimpleQueue()
 
     def add_worker(self) -> None:
@@ -127,21 +168,28 @@ class _Job:
 
     def _work(self) -> None:
         while True:
+            self.slots.acquire()
             try:
                 index = self.pending.popleft()
             except IndexError:
+                self.slots.release()
                 return
+            self.started[index] = time.monotonic()
             if self.deadline is not None:
-                self.started[index] = time.monotonic()
                 self.outcomes.put(None)  # There is a new deadline to watch.
             try:
                 outcome = _Outcome(index, self.contexts[index].run(self.function, self.items[index]))
             except BaseException as error:
                 outcome = _Outcome(index, error=error)
-            abandoned = self.deadline is not None and self.started.pop(index, None) is None
+            if not self._end(index):
+                return  # The item was given up, and another worker took this one's place.
             self.outcomes.put(outcome)
-            if abandoned:
-                return  # Another worker took this one's place.
+
+    def _end(self, index: int) -> bool:
+        if self.started.pop(index, None) is None:
+            return False
+        self.slots.release()
+        return True
 
     def collect(self) -> list[Any]:
         results: dict[int, Any] = {}
@@ -149,27 +197,33 @@ class _Job:
             try:
                 outcome = self.outcomes.get(timeout=self._patience())
             except queue.Empty:
-                results.update(self._abandoned())
+                results.update(self._timed_out())
                 continue
-            if outcome is None or outcome.index in results:
+            if outcome is None:
                 continue
             if outcome.error is not None:
                 raise outcome.error
             results[outcome.index] = outcome.value
         return [results[index] for index in range(len(self.items))]
 
+    def abandon(self) -> None:
+        """Start nothing more, and no longer count what is in flight."""
+        self.pending.clear()
+        for index in self.started.copy():
+            self._end(index)
+
     def _patience(self) -> float | None:
-        starts = list(self.started.values())
+        starts = self.started.copy().values()
         if self.deadline is None or not starts:
             return None
         return max(0.0, min(starts) + self.deadline.seconds - time.monotonic())
 
-    def _abandoned(self) -> dict[int, Any]:
+    def _timed_out(self) -> dict[int, Any]:
         results: dict[int, Any] = {}
         if self.deadline is not None:
             now = time.monotonic()
-            for index, start in list(self.started.items()):
-                if now - start >= self.deadline.seconds and self.started.pop(index, None) is not None:
+            for index, start in self.started.copy().items():
+                if now - start >= self.deadline.seconds and self._end(index):
                     results[index] = self.deadline.on_timeout(self.items[index])
                     self.add_worker()
         return results

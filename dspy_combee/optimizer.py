@@ -6,23 +6,20 @@ It wires the parts into `gepa.optimize`; GEPA's engine runs the search.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import dspy
-import gepa
 from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS
-from dspy.teleprompt.gepa.gepa_utils import LoggerAdapter
 
 from dspy_combee.adapter import CombeeAdapter
 from dspy_combee.aggregation import Aggregator, resolve_aggregator
+from dspy_combee.batch_size import PowerLawBatchSize
 from dspy_combee.executors import Executor, ThreadExecutor
 from dspy_combee.proposer import CombeeProposer
-from dspy_combee.reflection import RunReflection
-from dspy_combee.result import CombeeResult
-from dspy_combee.rollout import Scorer
-from dspy_combee.sampling import DEFAULT_MINIBATCH_SIZE, EpochSampler, resolve_selector
-from dspy_combee.steps import StepRecorder
+from dspy_combee.run import Run
+from dspy_combee.sizes import check_minibatch_size
 
 logger = logging.getLogger("dspy_combee")
 
@@ -48,11 +45,13 @@ class CombeeOptimizer(dspy.GEPA):
 
     Args:
         metric: `metric(gold, pred, trace, pred_name, pred_trace)`; a number or a `dspy.Prediction(score, feedback)`.
-        auto: `"light"`, `"medium"` or `"heavy"`: a budget. Exactly one of the three budgets must be given.
+        auto: `"light"`, `"medium"` or `"heavy"`: a budget. Exactly one of the four budgets must be given.
         max_full_evals: Budget in passes over trainset and valset.
         max_metric_calls: Budget in scoring calls of the metric.
-        reflection_minibatch_size: n, the examples of one step. Default 20; a smaller trainset gives all it has.
-            None leaves the minibatches to `gepa_kwargs["batch_sampler"]`.
+        reflection_minibatch_size: n, the examples of one step: an int; `"auto"`, the dynamic controller of the
+            paper's section 3.3, which times a few sizes in the first steps; a `PowerLawBatchSize`, the controller
+            with options; or a list, size by size, such as `detailed_results.batch_sizes`, which replays a run. A
+            smaller trainset gives all it has. None leaves the minibatches to `gepa_kwargs["batch_sampler"]`.
         candidate_selection_strategy: As in `dspy.GEPA`; draws are seeded by step.
         reflection_lm: The language model that reflects.
         skip_perfect_score: As in `dspy.GEPA`.
@@ -80,6 +79,9 @@ class CombeeOptimizer(dspy.GEPA):
         num_groups: k, the groups of level 1. Default: floor(sqrt(n)) (paper, section 3.1).
         aggregator: How records become one proposal: `"tree"` or an `Aggregator`.
         executor: What runs the rollouts and reflection calls: `"threads"` or an `Executor`.
+        num_epochs: Budget in passes over the trainset by minibatches: a fourth way to say it.
+        max_reflection_cost: US dollars of reflection-LM spend. Checked before each wave of calls, so a wave that
+            has begun is finished. The LM must report what its calls cost.
 
     Raises:
         AssertionError: As in `dspy.GEPA`: not exactly one budget; no reflection LM; `track_best_outputs` alone.
@@ -94,7 +96,7 @@ class CombeeOptimizer(dspy.GEPA):
         auto: Literal["light", "medium", "heavy"] | None = None,
         max_full_evals: int | None = None,
         max_metric_calls: int | None = None,
-        reflection_minibatch_size: int | None = DEFAULT_MINIBATCH_SIZE,
+        reflection_minibatch_size: int | Sequence[int] | str | PowerLawBatchSize | None = "auto",
         candidate_selection_strategy: Literal["pareto", "current_best"] = "pareto",
         reflection_lm: Any = None,
         skip_perfect_score: bool = True,
@@ -121,12 +123,18 @@ class CombeeOptimizer(dspy.GEPA):
         num_groups: int | None = None,
         aggregator: str | Aggregator = "tree",
         executor: str | Executor = "threads",
+        num_epochs: float | None = None,
+        max_reflection_cost: float | None = None,
     ) -> None:
+        if num_epochs is not None:
+            _check_positive("num_epochs", num_epochs)
+            _check_one_budget(max_metric_calls, max_full_evals, auto, num_epochs)
         super().__init__(
             metric,
             auto=auto,
             max_full_evals=max_full_evals,
-            max_metric_calls=max_metric_calls,
+            # dspy.GEPA knows three budgets and wants one of them; compile goes by num_epochs.
+            max_metric_calls=max_metric_calls if num_epochs is None else 1,
             reflection_minibatch_size=reflection_minibatch_size,  # type: ignore[arg-type]
             candidate_selection_strategy=candidate_selection_strategy,
             reflection_lm=reflection_lm,
@@ -151,12 +159,16 @@ class CombeeOptimizer(dspy.GEPA):
             seed=seed,
             gepa_kwargs=gepa_kwargs,
         )
-        _check_minibatch_size(reflection_minibatch_size)
+        check_minibatch_size(reflection_minibatch_size)
         if "reflection_strategy" in self.gepa_kwargs:
             raise ValueError(
                 "gepa_kwargs['reflection_strategy'] cannot be given: Combee is the reflection strategy. "
                 "Give instruction_proposer to change its level-1 calls, or aggregator to change the tree."
             )
+        if num_epochs is not None:
+            self.max_metric_calls = None
+        self.num_epochs = num_epochs
+        self.max_reflection_cost = max_reflection_cost
         self.duplication_factor = duplication_factor
         self.num_groups = num_groups
         self.aggregator = resolve_aggregator(aggregator)
@@ -173,6 +185,9 @@ class CombeeOptimizer(dspy.GEPA):
                 duplication_factor=duplication_factor,
             )
         )
+        if max_reflection_cost is not None:
+            _check_positive("max_reflection_cost", max_reflection_cost)
+            _check_priced(self.proposer.reflection_lm or reflection_lm)
 
     def compile(  # type: ignore[override]
         self,
@@ -206,10 +221,10 @@ class CombeeOptimizer(dspy.GEPA):
             raise AssertionError("Teacher is not supported in DspyGEPA yet.")
         if valset is None:
             logger.warning(NO_VALSET)
-        return _Run(self, student, trainset, valset).execute()
+        return Run(self, student, trainset, valset).execute()
 
-    def budget_for(self, student: Any, trainset: Sequence[Any], valset: Sequence[Any] | None) -> int:
-        """The budget of a run in metric calls, by `dspy.GEPA`'s rules.
+    def budget_for(self, student: Any, trainset: Sequence[Any], valset: Sequence[Any] | None) -> int | None:
+        """The budget of a run in metric calls, by `dspy.GEPA`'s rules; None when it is `num_epochs`.
 
         Args:
             student: The program, whose components the `auto` budget counts.
@@ -226,126 +241,7 @@ class CombeeOptimizer(dspy.GEPA):
             return budget
         if self.max_full_evals is not None:
             return int(self.max_full_evals * (len(trainset) + (len(valset) if valset is not None else 0)))
-        return int(self.max_metric_calls or 0)
-
-
-class _Run:
-    """One call of `compile`: its own parts, so that calls do not meet."""
-
-    def __init__(self, optimizer: CombeeOptimizer, student: Any, trainset: list[Any], valset: list[Any] | None) -> None:
-        self.optimizer = optimizer
-        self.trainset = trainset
-        self.valset = valset or trainset
-        self.budget = optimizer.budget_for(student, trainset, valset)
-        executor = optimizer.executor
-        if isinstance(executor, str):
-            executor = ThreadExecutor(optimizer.num_threads or dspy.settings.num_threads)
-        self.adapter = CombeeAdapter(
-            student,
-            Scorer(optimizer.metric_fn, optimizer.failure_score, optimizer.perfect_score),
-            executor,
-            add_format_failure_as_feedback=optimizer.add_format_failure_as_feedback,
-            warn_on_score_mismatch=optimizer.warn_on_score_mismatch,
-            reflection_lm=optimizer.reflection_lm,
-            code_proposer=optimizer.custom_code_proposer,
-        )
-        self.recorder = StepRecorder()
-        proposer = optimizer.proposer.for_run(executor, optimizer.reflection_lm, optimizer.seed)
-        self.reflection = RunReflection(proposer, self.adapter, self.recorder)
-        self.seed_candidate = self.adapter.seed_candidate()
-
-    def execute(self) -> Any:
-        logger.info(
-            "Running GEPA with Combee for about %d metric calls: %d training and %d validation examples.",
-            self.budget,
-            len(self.trainset),
-            len(self.valset),
-        )
-        try:
-            result = gepa.optimize(**self._gepa_arguments())
-        except BaseException as error:
-            error.best_program = self._best_program()  # type: ignore[attr-defined]
-            raise
-        program = self.adapter.build_program(result.candidates[result.best_idx])
-        logger.info(
-            "Combee ended after %d steps and %d metric calls; best validation score %.4g of %d candidates.",
-            len(self.recorder.records),
-            result.total_metric_calls,
-            max(result.val_aggregate_scores),
-            len(result.candidates),
-        )
-        if self.optimizer.track_stats:
-            program.detailed_results = CombeeResult.from_run(result, self.adapter, self.recorder.records)
-        return program
-
-    def _gepa_arguments(self) -> dict[str, Any]:
-        optimizer = self.optimizer
-        extra = dict(optimizer.gepa_kwargs)
-        callbacks = [self.recorder, *(extra.pop("callbacks", None) or [])]
-        stoppers = extra.pop("stop_callbacks", None) or []
-        stoppers = list(stoppers) if isinstance(stoppers, Sequence) else [stoppers]
-        arguments: dict[str, Any] = {
-            "seed_candidate": self.seed_candidate,
-            "trainset": self.trainset,
-            "valset": self.valset,
-            "adapter": self.adapter,
-            "reflection_strategy": self.reflection,
-            "candidate_selection_strategy": resolve_selector(optimizer.candidate_selection_strategy, optimizer.seed),
-            "skip_perfect_score": optimizer.skip_perfect_score,
-            "module_selector": optimizer.component_selector,
-            "perfect_score": optimizer.perfect_score,
-            "use_merge": optimizer.use_merge,
-            "max_merge_invocations": optimizer.max_merge_invocations,
-            "max_metric_calls": self.budget,
-            "stop_callbacks": [self.reflection.check, *stoppers],
-            "callbacks": callbacks,
-            "logger": LoggerAdapter(logger),
-            "run_dir": optimizer.log_dir,
-            "use_wandb": optimizer.use_wandb,
-            "wandb_api_key": optimizer.wandb_api_key,
-            "wandb_init_kwargs": optimizer.wandb_init_kwargs,
-            "use_mlflow": optimizer.use_mlflow,
-            "track_best_outputs": optimizer.track_best_outputs,
-            "display_progress_bar": False,
-            "raise_on_exception": True,
-            "seed": optimizer.seed,
-            **self._sampling(extra.pop("batch_sampler", "epoch_shuffled")),
-        }
-        extra.setdefault("use_cloudpickle", True)
-        return _join(arguments, extra)
-
-    def _sampling(self, batch_sampler: Any) -> dict[str, Any]:
-        size = self.optimizer.reflection_minibatch_size
-        if batch_sampler != "epoch_shuffled":
-            # A sampler of the user's; gepa refuses a minibatch size beside it.
-            return {"batch_sampler": batch_sampler, "reflection_minibatch_size": size}
-        sampler = EpochSampler(size or DEFAULT_MINIBATCH_SIZE, self.optimizer.seed)
-        self.adapter.saved_parts["sampler"] = sampler
-        return {"batch_sampler": sampler}
-
-    def _best_program(self) -> Any:
-        state = self.recorder.state
-        if state is None or not state.program_candidates:
-            return self.adapter.build_program(self.seed_candidate)
-        scores = state.program_full_scores_val_set
-        best = max(range(len(scores)), key=lambda index: scores[index])
-        return self.adapter.build_program(state.program_candidates[best])
-
-
-def _join(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    twice = sorted(arguments.keys() & extra.keys())
-    if twice:
-        raise TypeError(f"gepa_kwargs repeats {twice}, which CombeeOptimizer passes itself; use its own keywords.")
-    return {**arguments, **extra}
-
-
-def _check_minibatch_size(size: object) -> None:
-    if size is None:
-        return
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"reflection_minibatch_size must be an int of at least 1, got {size!r}.")
-    if size < 1:
-        raise ValueError(f"reflection_minibatch_size must be at least 1, got {size}.")
+        return self.max_metric_calls
 
 
 def _check_executor(executor: str | Executor) -> str | Executor:
@@ -355,3 +251,29 @@ def _check_executor(executor: str | Executor) -> str | Executor:
     elif not isinstance(executor, Executor):
         raise TypeError(f"executor must be a name or an Executor, got {type(executor).__name__}.")
     return executor
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number above 0, got {value!r}.")
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be above 0 and finite, got {value!r}.")
+
+
+def _check_one_budget(max_metric_calls: Any, max_full_evals: Any, auto: Any, num_epochs: Any) -> None:
+    if max_metric_calls is not None or max_full_evals is not None or auto is not None:
+        raise AssertionError(
+            "Exactly one of max_metric_calls, max_full_evals, auto, num_epochs must be set. "
+            f"You set max_metric_calls={max_metric_calls}, max_full_evals={max_full_evals}, auto={auto}, "
+            f"num_epochs={num_epochs}."
+        )
+
+
+def _check_priced(reflection_lm: Any) -> None:
+    engine = getattr(reflection_lm, "_engine_spec", "auto")
+    if not isinstance(engine, str):
+        raise ValueError(
+            f"max_reflection_cost cannot be enforced: the reflection LM runs on a custom engine "
+            f"({type(engine).__name__}), for which DSPy reports no cost. Use a model with a known price, or remove "
+            "max_reflection_cost."
+        )

@@ -18,8 +18,8 @@ from dspy.teleprompt.gepa.gepa_utils import format_history_for_reflection
 from gepa.proposer.reflective_mutation.reflection_lm import ReflectionProposal
 
 from dspy_combee.aggregation import Aggregator, NodeCall, ReductionTask, resolve_aggregator
-from dspy_combee.calls import LMCallResult, UnusableReplyError, call_lm
-from dspy_combee.errors import ProviderError
+from dspy_combee.calls import LMCallResult, UnusableReplyError, UsageMeter, call_lm
+from dspy_combee.errors import ProviderError, UnknownCostError
 from dspy_combee.executors import Executor, ThreadExecutor
 from dspy_combee.records import ProposalNode, Reduction
 from dspy_combee.text import as_data, as_text
@@ -113,21 +113,29 @@ class CombeeProposer(InstructionProposer):
 
     def _reset(self) -> None:
         self._jobs_seen = 0
-        self._total_cost = 0.0
+        self.meter = UsageMeter()
 
-    def for_run(self, executor: Executor, reflection_lm: Any, seed: int | None) -> CombeeProposer:
-        """A copy for one run: with that run's executor and seed, and with its LM where this one names none."""
+    def for_run(self, executor: Executor, reflection_lm: Any, seed: int | None, meter: UsageMeter) -> CombeeProposer:
+        """A copy for one run: its executor, seed and meter, and its LM where this proposer names none."""
         own = copy.copy(self)
+        own._reset()
         own.executor = executor
         own.reflection_lm = self.reflection_lm or reflection_lm
         own.seed = seed
-        own._reset()
+        own.meter = meter
         return own
 
     @property
     def total_cost(self) -> float:
-        """US dollars of reflection so far, as far as the LM reports them."""
-        return self._total_cost
+        """US dollars of reflection so far.
+
+        Raises:
+            UnknownCostError: If the LM has made calls and does not report their cost.
+        """
+        cost = self.meter.usage.cost
+        if cost is None:
+            raise UnknownCostError("The reflection LM reports no cost for its calls, so there is no total cost.")
+        return cost
 
     # The seams -----------------------------------------------------------------------------------------------
 
@@ -190,7 +198,9 @@ class CombeeProposer(InstructionProposer):
         if tasks and lm is None:
             raise ValueError("No reflection LM: give reflection_lm, or set one with dspy.configure(lm=...).")
         executor = self.executor or ThreadExecutor(dspy.settings.num_threads)
-        reductions = self.aggregator.aggregate(tasks, _InstructionCalls(self.base, lm), executor) if tasks else []
+        reductions = (
+            self.aggregator.aggregate(tasks, _InstructionCalls(self.base, lm, self.meter), executor) if tasks else []
+        )
         self._account(reductions)
         results: list[list[Reduction]] = [[] for _ in jobs]
         for owner, reduction in zip(owners, reductions, strict=True):
@@ -212,8 +222,6 @@ class CombeeProposer(InstructionProposer):
         )
 
     def _account(self, reductions: Sequence[Reduction]) -> None:
-        with _COUNTING:
-            self._total_cost += sum(node.cost or 0.0 for reduction in reductions for node in reduction.nodes)
         for reduction in reductions:
             if reduction.error is not None:
                 logger.warning("No proposal for %r: %s", reduction.component, reduction.error)
@@ -222,10 +230,12 @@ class CombeeProposer(InstructionProposer):
 def to_proposal(reductions: Sequence[Reduction]) -> ReflectionProposal:
     """The reductions of a job in gepa's form: the final calls as `prompts` and `raw_lm_outputs`, all in `metadata`."""
     done = [reduction for reduction in reductions if reduction.text is not None]
+    # The call that gave the text is not always the last one, which may have failed.
+    final = {r.component: node for r in done for node in r.nodes if node.output == r.text}
     return ReflectionProposal(
         new_texts={reduction.component: reduction.text for reduction in done},
-        prompts={reduction.component: reduction.nodes[-1].prompt for reduction in done if reduction.nodes},
-        raw_lm_outputs={reduction.component: reduction.nodes[-1].raw_output for reduction in done if reduction.nodes},
+        prompts={component: node.prompt for component, node in final.items()},
+        raw_lm_outputs={component: node.raw_output for component, node in final.items()},
         metadata={
             "combee:nodes": {reduction.component: reduction.nodes for reduction in reductions},
             "combee:errors": {r.component: r.error for r in reductions if r.error is not None},
@@ -236,9 +246,10 @@ def to_proposal(reductions: Sequence[Reduction]) -> ReflectionProposal:
 class _InstructionCalls:
     """Makes the calls of a tree of instructions: `base` reads records, the merge signature reads proposals."""
 
-    def __init__(self, base: Any, lm: Any) -> None:
+    def __init__(self, base: Any, lm: Any, meter: UsageMeter) -> None:
         self.base = base
         self.lm = lm
+        self.meter = meter
         builtin = isinstance(base, InstructionProposer)
         self.adapter = base.adapter if builtin else JSONAdapter()
         self.max_chars: int | None = base.max_chars if builtin else None
@@ -258,6 +269,7 @@ class _InstructionCalls:
     def __call__(self, node_call: NodeCall) -> ProposalNode:
         fields = self.propose_fields if node_call.kind == "propose" else self.merge_fields
         result = call_lm(_Reflection(self, node_call), self.lm, fields)
+        self.meter.add(result.usage)
         return to_node(node_call, result)
 
     def propose(self, node_call: NodeCall) -> str:
@@ -316,10 +328,7 @@ def to_node(node_call: NodeCall, result: LMCallResult) -> ProposalNode:
         prompt=result.prompt,
         raw_output=result.raw_output,
         seconds=result.seconds,
-        input_tokens=result.input_tokens,
-        output_tokens=result.output_tokens,
-        cost=result.cost,
-        calls=result.calls,
+        usage=result.usage,
         error=result.error,
     )
 

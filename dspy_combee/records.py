@@ -12,6 +12,84 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Usage:
+    """What language-model calls took.
+
+    Attributes:
+        calls: Calls, cache hits included.
+        cache_hits: Calls that DSPy's cache answered.
+        input_tokens: Prompt tokens reported, cache hits not counted.
+        output_tokens: Reply tokens reported, cache hits not counted.
+        cost: US dollars, cache hits at zero; None when a call reported no cost.
+    """
+
+    calls: int = 0
+    cache_hits: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cost: float | None = 0.0
+
+    def __add__(self, other: Usage) -> Usage:
+        unknown = self.cost is None or other.cost is None
+        return Usage(
+            self.calls + other.calls,
+            self.cache_hits + other.cache_hits,
+            self.input_tokens + other.input_tokens,
+            self.output_tokens + other.output_tokens,
+            None if unknown else (self.cost or 0.0) + (other.cost or 0.0),
+        )
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a run has spent, by phase.
+
+    The phases: `profiling` (minibatch rollouts of the steps that time a size), `rollouts` (the other minibatch
+    rollouts), `validation` (the seed's pass, those of accepted candidates, and merges), `feedback` (metric calls
+    that ask for feedback on a predictor; they are not part of `metric_calls`) and `reflection`.
+
+    Attributes:
+        metric_calls_by_phase: Metric calls by phase.
+        usage_by_phase: Language-model usage by phase.
+    """
+
+    metric_calls_by_phase: Mapping[str, int] = field(default_factory=dict)
+    usage_by_phase: Mapping[str, Usage] = field(default_factory=dict)
+
+    def plus(self, phase: str, metric_calls: int, usage: Usage) -> Spent:
+        """This account with something more in one phase."""
+        calls, usages = dict(self.metric_calls_by_phase), dict(self.usage_by_phase)
+        calls[phase] = calls.get(phase, 0) + metric_calls
+        usages[phase] = usages.get(phase, Usage()) + usage
+        return Spent(calls, usages)
+
+    def metric_calls_in(self, phase: str) -> int:
+        """Metric calls of a phase."""
+        return self.metric_calls_by_phase.get(phase, 0)
+
+    def usage_in(self, phase: str) -> Usage:
+        """Language-model usage of a phase."""
+        return self.usage_by_phase.get(phase, Usage())
+
+    @property
+    def metric_calls(self) -> int:
+        """Scoring calls, as GEPA counts them: all but those for feedback."""
+        return sum(calls for phase, calls in self.metric_calls_by_phase.items() if phase != "feedback")
+
+    @property
+    def usage(self) -> Usage:
+        """Language-model usage of all phases."""
+        return sum(self.usage_by_phase.values(), Usage())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The account as plain values, one entry for each phase."""
+        phases = {**dict.fromkeys(self.metric_calls_by_phase), **dict.fromkeys(self.usage_by_phase)}
+        return {
+            phase: {"metric_calls": self.metric_calls_in(phase), **asdict(self.usage_in(phase))} for phase in phases
+        }
+
+
+@dataclass(frozen=True)
 class TraceStep:
     """One predictor call inside a rollout.
 
@@ -43,6 +121,7 @@ class Rollout:
         objective_scores: Scores by objective, where the metric gives them.
         error: Why the rollout failed; None when it did not.
         seconds: Wall time of the run and its scoring.
+        usage: What its language-model calls took.
     """
 
     index: int
@@ -54,6 +133,7 @@ class Rollout:
     objective_scores: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
     seconds: float = 0.0
+    usage: Usage = Usage()
 
 
 class ReflectionRecord(dict[str, Any]):
@@ -82,10 +162,7 @@ class ProposalNode:
         prompt: The chat messages of the call, rendered as text.
         raw_output: The reply as it came.
         seconds: Wall time, both attempts together.
-        input_tokens: Prompt tokens that the LM reported, cache hits not counted.
-        output_tokens: Reply tokens that the LM reported, cache hits not counted.
-        cost: US dollars, cache hits at zero; None when the LM reports none.
-        calls: How often the LM was called.
+        usage: What its LM calls took: its tokens and cost; two calls when the first was of no use.
         error: Why the call gave no proposal; None when it did.
     """
 
@@ -96,10 +173,7 @@ class ProposalNode:
     prompt: str = ""
     raw_output: str = ""
     seconds: float = 0.0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    cost: float | None = None
-    calls: int = 0
+    usage: Usage = Usage()
     error: str | None = None
 
 
@@ -141,8 +215,13 @@ class StepRecord:
         candidate: Index of the child in the pool; None when it is not there.
         reason: Why the child was not accepted, or why there was none.
         reductions: The tree of each component.
-        seconds: Wall time of the step without the full-validation pass.
-        validation_seconds: Wall time of the full-validation pass.
+        seconds: d(n), the time of the step without the full-validation pass, on the controller's clock.
+        validation_seconds: The time of the full-validation pass.
+        profiling: Whether the step timed a size for the controller.
+        size_reason: Why the minibatch has this size.
+        fit: The controller's fit that chose the size; None where none did.
+        usage: What the step's language-model calls took, validation not counted.
+        num_tasks: Proposals that were made in the same iteration, which share its time.
     """
 
     iteration: int
@@ -159,6 +238,21 @@ class StepRecord:
     reductions: tuple[Reduction, ...]
     seconds: float
     validation_seconds: float
+    profiling: bool = False
+    size_reason: str = ""
+    fit: Any = None
+    usage: Usage = Usage()
+    num_tasks: int = 1
+
+    def epoch_seconds(self, num_examples: int, with_validation: bool = False) -> float:
+        """T_epoch(n) = d(n) * N / n at this step's speed (paper, section 3.3).
+
+        Args:
+            num_examples: N, the size of the trainset.
+            with_validation: Whether d(n) is to hold the full-validation pass.
+        """
+        seconds = self.seconds + (self.validation_seconds if with_validation else 0.0)
+        return seconds * num_examples / (self.n * self.num_tasks)
 
     @property
     def nodes(self) -> tuple[ProposalNode, ...]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from dspy.utils.exceptions import LMError
+from dspy.utils.exceptions import is_retryable_lm_error
 from gepa.proposer.reflective_mutation.reflection_lm import ReflectionProposal
 
 from dspy_combee.adapter import CombeeAdapter
-from dspy_combee.errors import CombeeError, ProviderError, ReflectionError
+from dspy_combee.budget import CostGuard
+from dspy_combee.calls import FATAL_ERRORS, listen
+from dspy_combee.errors import CombeeError, OutOfBudgetError, ProviderError, ReflectionError
 from dspy_combee.proposer import CombeeProposer, Job, to_proposal
 from dspy_combee.records import Reduction
 from dspy_combee.steps import StepRecorder
@@ -32,13 +35,17 @@ class RunReflection:
         proposer: The proposer, made for this run.
         adapter: The run's adapter.
         recorder: Takes the trees of each step.
+        guard: Watches `max_reflection_cost`; the proposer's calls run through it.
     """
 
-    def __init__(self, proposer: CombeeProposer, adapter: CombeeAdapter, recorder: StepRecorder) -> None:
+    def __init__(
+        self, proposer: CombeeProposer, adapter: CombeeAdapter, recorder: StepRecorder, guard: CostGuard
+    ) -> None:
         self.proposer = proposer
         self.adapter = adapter
         self.recorder = recorder
-        self.failure: CombeeError | None = None
+        self.guard = guard
+        self.failure: Exception | None = None
         self._failed_steps = 0
 
     @property
@@ -47,10 +54,10 @@ class RunReflection:
         return self.proposer.total_cost
 
     def check(self, state: Any) -> bool:
-        """A stop callback that raises the failure that should end the run; it never stops one quietly."""
+        """A stop callback: raises the failure that should end the run, and stops it when its money is spent."""
         if self.failure is not None:
             raise self.failure
-        return False
+        return self.guard.is_spent
 
     def reflect(
         self,
@@ -64,37 +71,50 @@ class RunReflection:
     def reflect_many(self, jobs: list[Job]) -> list[tuple[ReflectionProposal, RunReflection]]:
         """Propose new texts for the jobs of a step; a job without a usable proposal gets none."""
         code = self.adapter.code_components
-        texts = [self._code_texts(job, [c for c in job[2] if c in code]) for job in jobs]
         plain = [(candidate, dataset, [c for c in names if c not in code]) for candidate, dataset, names in jobs]
         positions = [f"{self.recorder.iteration}.{index}" for index in range(len(jobs))]
         try:
             reductions = self.proposer.reduce(plain, positions)
-        except CombeeError as error:
+            for job, made in zip(jobs, reductions, strict=True):
+                made.extend(self._code_reductions(job, [c for c in job[2] if c in code]))
+        except OutOfBudgetError as error:
+            logger.info("The search ends: %s", error)
+            reductions = [[Reduction(name, None, (), 0, 0, str(error)) for name in job[2]] for job in jobs]
+        except Exception as error:
             self.failure = error
             reductions = [[] for _ in jobs]
         proposals = [to_proposal(made) for made in reductions]
-        for job, proposal, code_texts, made in zip(jobs, proposals, texts, reductions, strict=True):
-            proposal.new_texts.update(code_texts)
-            scores = getattr(job[1], "scores", None)
-            self.recorder.note_reductions(scores, job[0], proposal.new_texts, made)
+        for job, proposal, made in zip(jobs, proposals, reductions, strict=True):
+            self.recorder.note_reductions(getattr(job[1], "scores", None), job[0], proposal.new_texts, made)
         self._count_failures(proposals, reductions)
         return [(proposal, self) for proposal in proposals]
 
-    def _code_texts(self, job: Job, components: list[str]) -> dict[str, str]:
+    def _code_reductions(self, job: Job, components: list[str]) -> list[Reduction]:
+        """What the code proposer makes of code components: no tree, so no nodes."""
         if not components:
-            return {}
+            return []
         candidate, dataset, _ = job
         logger.info("Code components %s go to the code proposer, in one plain call each.", components)
+        proposed: Mapping[str, str] = {}
+        reason = None
         try:
-            proposed = self.adapter.propose_code(candidate, dataset, components)
-        except LMError as error:
-            self.failure = ProviderError(f"The reflection LM failed on code: {shorten(str(error))}")
-            self.failure.__cause__ = error
-            return {}
+            proposed = self.guard.map(self._propose_code, [(candidate, dataset, components)])[0]
         except Exception as error:
-            logger.warning("The code proposer failed on %s: %s", components, shorten(str(error)))
-            return {}
-        return {name: text for name, text in proposed.items() if text != candidate[name]}
+            if isinstance(error, CombeeError):
+                raise
+            if isinstance(error, FATAL_ERRORS) or is_retryable_lm_error(error):
+                raise ProviderError(f"The reflection LM failed on code: {shorten(str(error))}") from error
+            reason = f"{type(error).__name__}: {shorten(str(error))}"
+            logger.warning("The code proposer failed on %s: %s", components, reason)
+        new = {name: text for name, text in proposed.items() if text != candidate.get(name)}
+        return [
+            Reduction(name, new.get(name), (), num_groups=1, duplication_factor=1, error=reason) for name in components
+        ]
+
+    def _propose_code(self, job: Job) -> dict[str, str]:
+        texts, usage = listen(partial(self.adapter.propose_code, *job))
+        self.proposer.meter.add(usage)
+        return texts
 
     def _count_failures(self, proposals: list[ReflectionProposal], reductions: list[list[Reduction]]) -> None:
         errors = [reduction.error for made in reductions for reduction in made if reduction.error]

@@ -46,7 +46,7 @@ class RecordMaker:
         warn_of_mismatch: Whether to warn (once) when the metric scores differently at feedback time.
 
     Attributes:
-        feedback_calls: Metric calls made for feedback so far.
+        feedback_calls: Metric calls made for feedback and not yet taken into account.
     """
 
     def __init__(self, scorer: Scorer, executor: Executor, keep_unparsed: bool, warn_of_mismatch: bool) -> None:
@@ -55,6 +55,11 @@ class RecordMaker:
         self.keep_unparsed = keep_unparsed
         self.warn_of_mismatch = warn_of_mismatch
         self.feedback_calls = 0
+
+    def take_feedback_calls(self) -> int:
+        """The metric calls for feedback since this was last asked."""
+        calls, self.feedback_calls = self.feedback_calls, 0
+        return calls
 
     def records(self, rollouts: Sequence[Rollout], components: Sequence[str]) -> dict[str, list[Any]]:
         """The records of each component, in the order of the rollouts that reached it.

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import dspy
 from dspy.teleprompt.gepa.gepa import DspyGEPAResult
 
-from dspy_combee.records import StepRecord
+from dspy_combee.batch_size import BatchSizeFit
+from dspy_combee.records import Spent, StepRecord
+from dspy_combee.steps import StepRecorder
 
 
 @dataclass(frozen=True)
@@ -16,32 +19,44 @@ class CombeeResult(DspyGEPAResult):
 
     Attributes:
         steps: The steps that this process ran, in order.
+        batch_sizes: n of each step of the run, those before a resume included. Given as
+            `reflection_minibatch_size` it replays the run.
+        spent: What the run has spent, by phase.
     """
 
     steps: tuple[StepRecord, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
+    spent: Spent = Spent()
 
     @property
-    def batch_sizes(self) -> list[int]:
-        """N of each step, in order."""
-        return [step.n for step in self.steps]
+    def batch_size_fit(self) -> BatchSizeFit | None:
+        """The controller's last fit; None where no step was sized by one."""
+        fits = [step.fit for step in self.steps if step.fit is not None]
+        return fits[-1] if fits else None
 
     @staticmethod
-    def from_run(gepa_result: Any, adapter: Any, steps: list[StepRecord]) -> CombeeResult:
-        """The result of a run: gepa's own, the adapter that builds its candidates, and the steps."""
+    def from_run(gepa_result: Any, adapter: Any, recorder: StepRecorder, spent: Spent) -> CombeeResult:
+        """The result of a run: gepa's own, the adapter that builds its candidates, and the account of the steps."""
         base = DspyGEPAResult.from_gepa_result(gepa_result, adapter)
-        return CombeeResult(**vars(base), steps=tuple(steps))
+        return CombeeResult(
+            **vars(base), steps=tuple(recorder.records), batch_sizes=tuple(recorder.batch_sizes), spent=spent
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """`dspy.GEPA`'s fields and ours as plain values that JSON takes."""
         plain: dict[str, Any] = _plain(super().to_dict())
-        plain["steps"] = [step.to_dict() for step in self.steps]
-        plain["batch_sizes"] = self.batch_sizes
+        plain["steps"] = _plain([step.to_dict() for step in self.steps])
+        plain["batch_sizes"] = list(self.batch_sizes)
+        plain["batch_size_fit"] = None if self.batch_size_fit is None else self.batch_size_fit.to_dict()
+        plain["spent"] = self.spent.to_dict()
         return plain
 
 
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, dspy.Example):  # predictions too
+        return _plain(value.toDict())
     if isinstance(value, dict):
         return {key if isinstance(key, str | int) else str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -27,7 +27,7 @@ from dspy.clients.base_lm import BaseLM
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.utils.exceptions import AdapterParseError, is_retryable_lm_error
 
-from dspy_combee.calls import FATAL_ERRORS
+from dspy_combee.calls import FATAL_ERRORS, usage_of
 from dspy_combee.errors import ProviderError
 from dspy_combee.executors import Executor
 from dspy_combee.records import Rollout, TraceStep
@@ -233,6 +233,7 @@ class MapStage:
             score=self.scorer.failure_score,
             result=None,
             error=error,
+            usage=usage_of(program.history),
         )
         if error is None:
             rollout = self.scorer.score(rollout)

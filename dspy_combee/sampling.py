@@ -18,7 +18,8 @@ from gepa.strategies.candidate_selector import (
     TopKParetoCandidateSelector,
 )
 
-DEFAULT_MINIBATCH_SIZE = 20
+from dspy_combee.budget import Budget
+from dspy_combee.sizes import MinibatchSizer, SizeDecision, StepTiming
 
 
 class EpochSampler(BatchSampler[Any, Any]):
@@ -28,13 +29,24 @@ class EpochSampler(BatchSampler[Any, Any]):
     does not take again from the start of the next. Each call gives the next minibatch, also within a step.
 
     Args:
-        minibatch_size: n, at least 1. A trainset that is smaller gives all of its examples.
+        sizer: Decides n for each step.
+        budget: What a step may still spend.
         seed: Seed of the order of each epoch.
+
+    Attributes:
+        decision: The size of the step under way; None before the first.
+        limit: What the budget allowed for it.
+        drawn: Examples drawn so far.
     """
 
-    def __init__(self, minibatch_size: int, seed: int | None = 0) -> None:
-        self.minibatch_size = minibatch_size
+    def __init__(self, sizer: MinibatchSizer, budget: Budget, seed: int | None = 0) -> None:
+        self.sizer = sizer
+        self.budget = budget
         self.seed = seed
+        self.decision: SizeDecision | None = None
+        self.limit = 0
+        self.drawn = 0
+        self._iteration: int | None = None
         self._epoch = 0
         self._queue: list[Any] = []
 
@@ -47,7 +59,13 @@ class EpochSampler(BatchSampler[Any, Any]):
         ids = list(loader.all_ids())
         if not ids:
             raise ValueError("Cannot draw a minibatch from an empty trainset.")
-        return self._draw(ids, min(self.minibatch_size, len(ids)))
+        if self.decision is None or state.i != self._iteration:
+            self._iteration = state.i
+            self.limit = min(len(ids), self.budget.largest_minibatch(state.total_num_evals, self.drawn))
+            self.decision = self.sizer.next_size(self.limit)
+        batch = self._draw(ids, self.decision.n)
+        self.drawn += len(batch)
+        return batch
 
     def _draw(self, ids: list[Any], n: int) -> list[Any]:
         known = set(ids)
@@ -63,14 +81,25 @@ class EpochSampler(BatchSampler[Any, Any]):
             self._queue = [i for i in epoch if i not in used]
         return batch
 
+    def observe(self, timing: StepTiming) -> None:
+        """A step has ended; a size that the budget cut short is no measurement of the sizer's choice."""
+        self.sizer.observe(timing)
+
     def get_state(self) -> dict[str, Any]:
         """What a resumed run needs to go on drawing."""
-        return {"epoch": self._epoch, "queue": list(self._queue)}
+        return {
+            "epoch": self._epoch,
+            "queue": list(self._queue),
+            "drawn": self.drawn,
+            "sizer": self.sizer.get_state(),
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from the state of another sampler."""
         self._epoch = state["epoch"]
         self._queue = list(state["queue"])
+        self.drawn = state["drawn"]
+        self.sizer.set_state(state["sizer"])
 
 
 class StepSeededSelector(CandidateSelector):

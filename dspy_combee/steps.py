@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from dspy_combee.records import Reduction, StepRecord
+from dspy_combee.budget import Ledger
+from dspy_combee.records import Reduction, Rollout, StepRecord, Usage
+from dspy_combee.sampling import EpochSampler
+from dspy_combee.sizes import StepTiming
 
 
 class _Task:
     """What is known so far of one proposal of the step under way."""
 
-    def __init__(self, parent: int, parent_candidate: dict[str, str]) -> None:
+    def __init__(self, parent: int) -> None:
         self.parent = parent
-        self.parent_candidate = parent_candidate
         self.minibatch_ids: tuple[Any, ...] = ()
         self.scores_before: list[float] | None = None
         self.scores_after: list[float] = []
+        self.reflected = False
         self.reductions: tuple[Reduction, ...] = ()
         self.child: dict[str, str] | None = None
         self.candidate: int | None = None
@@ -31,14 +34,29 @@ class StepRecorder:
         records: The steps so far.
         state: GEPA's state, from the first step on.
         iteration: GEPA's iteration, from 1; 0 before the first.
+        ledger: What was spent, by phase.
+        batch_sizes: n of each step of the whole run, those before a resume included.
+
+    Args:
+        sampler: The run's sampler, which is told how long each step took; None where the user gave one.
+        clock: Gives seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sampler: EpochSampler | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.sampler = sampler
+        self.clock = clock
+        self.ledger = Ledger()
+        self.batch_sizes: list[int] = []
+        self.accepted_last = False
+        self._minibatch = False
+        self._usage = Usage()
         self.records: list[StepRecord] = []
         self.state: Any = None
         self.iteration = 0
         self._tasks: list[_Task] = []
+        self._entered: dict[int, dict[str, str]] = {}
         self._rejections: list[str] = []
+        self._error = ""
         self._started = 0.0
         self._evaluated: float | None = None
 
@@ -47,13 +65,36 @@ class StepRecorder:
         self.state = event["state"]
         self.iteration = event["iteration"]
         self._tasks = []
+        self._entered = {}
         self._rejections = []
-        self._started = time.perf_counter()
+        self._error = ""
+        self._started = self.clock()
         self._evaluated = None
+        self._usage = Usage()
+
+    def on_evaluation_start(self, event: Any) -> None:
+        """The rollouts that come are those of a minibatch, until the evaluation ends."""
+        self._minibatch = True
+
+    def note_rollouts(self, rollouts: Sequence[Rollout], traced: bool) -> None:
+        """Rollouts have been made, with traces or without; only those of a minibatch are announced by GEPA."""
+        phase = "validation"
+        if traced and self._minibatch:
+            phase = "profiling" if self._decision is not None and self._decision.profiling else "rollouts"
+            self._usage = sum((rollout.usage for rollout in rollouts), self._usage)
+        self.ledger.add_rollouts(phase, rollouts)
+
+    def note_feedback(self, metric_calls: int) -> None:
+        """The metric was asked for feedback this many times."""
+        self.ledger.add_feedback(metric_calls)
+
+    @property
+    def _decision(self) -> Any:
+        return None if self.sampler is None else self.sampler.decision
 
     def on_candidate_selected(self, event: Any) -> None:
         """A parent has been chosen: one proposal will come of it."""
-        self._tasks.append(_Task(event["candidate_idx"], event["candidate"]))
+        self._tasks.append(_Task(event["candidate_idx"]))
 
     def on_minibatch_sampled(self, event: Any) -> None:
         """The minibatch of the last chosen parent."""
@@ -61,12 +102,13 @@ class StepRecorder:
 
     def on_evaluation_end(self, event: Any) -> None:
         """A parent or a child has been run on its minibatch, in the order of the proposals."""
+        self._minibatch = False
         if event["candidate_idx"] is not None:
             task = next((t for t in self._tasks if t.scores_before is None), None)
             if task is not None:
                 task.scores_before = event["scores"]
             return
-        self._evaluated = time.perf_counter()
+        self._evaluated = self.clock()
         task = next((t for t in self._tasks if t.child is not None and not t.scores_after), None)
         if task is not None:
             task.scores_after = event["scores"]
@@ -78,26 +120,78 @@ class StepRecorder:
             task.reason = event["reason"]
 
     def on_valset_evaluated(self, event: Any) -> None:
-        """A child has entered the pool."""
-        task = next((t for t in self._tasks if t.child == event["candidate"] and t.candidate is None), None)
-        if task is not None:
-            task.candidate = event["candidate_idx"]
+        """A child has entered the pool; `on_candidate_accepted` follows."""
+        self._entered[event["candidate_idx"]] = event["candidate"]
+
+    def on_candidate_accepted(self, event: Any) -> None:
+        """The child with this minibatch score has entered the pool."""
+        index, parents = event["new_candidate_idx"], list(event["parent_ids"])
+        for task in self._tasks:
+            # Two tasks of a step may have made the same child; GEPA keeps one of them.
+            if (
+                task.child is not None
+                and task.candidate is None
+                and task.child == self._entered.get(index)
+                and [task.parent] == parents
+                and sum(task.scores_after) == event["new_score"]
+            ):
+                task.candidate = index
+                return
 
     def on_candidate_rejected(self, event: Any) -> None:
         """A child has not entered the pool; GEPA reports these in the order of the proposals."""
         self._rejections.append(event["reason"])
 
+    def on_error(self, event: Any) -> None:
+        """The step has raised; `on_iteration_end` follows."""
+        error = event["exception"]
+        self._error = f"the step raised {type(error).__name__}: {error}"
+
     def on_iteration_end(self, event: Any) -> None:
         """The step is over: its records are made."""
-        ended = time.perf_counter()
-        evaluated = self._evaluated or ended
+        ended = self.clock()
+        evaluated = ended if self._evaluated is None else self._evaluated
+        made = len(self.records)
         rejections = iter(self._rejections)
         for task in self._tasks:
             if task.scores_before is None:
                 continue
             if task.candidate is None and task.scores_after:
-                task.reason = next(rejections, "")
+                task.reason = next(rejections, "") or self._error
+            elif task.candidate is None and not task.reason:
+                task.reason = self._error or ("" if task.reflected else "no reflection records")
             self.records.append(self._record(task, evaluated - self._started, ended - evaluated))
+        self._close(self.records[made:], event["proposal_accepted"])
+
+    def _close(self, records: Sequence[StepRecord], accepted: bool) -> None:
+        self.accepted_last = accepted
+        if not records:
+            return
+        self.batch_sizes.extend(record.n for record in records)
+        if self.sampler is not None:
+            timing = StepTiming(records[0].n, len(records), records[0].seconds, self._flaw(records))
+            self.sampler.observe(timing)
+
+    def _flaw(self, records: Sequence[StepRecord]) -> str:
+        """Why the step's time is no measurement of its size; empty when it is one."""
+        for record in records:
+            if not record.scores_after:
+                return record.reason or "it made no candidate"
+        if self._decision is not None and self._decision.clamped:
+            return "the budget cut it short"
+        usage = records[0].usage
+        if 2 * usage.cache_hits > usage.calls:
+            return f"the cache answered {usage.cache_hits} of its {usage.calls} LM calls"
+        return ""
+
+    def get_state(self) -> dict[str, Any]:
+        """What a resumed run needs to go on counting."""
+        return {"batch_sizes": list(self.batch_sizes), "spent": self.ledger.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from the account of another run."""
+        self.batch_sizes = list(state["batch_sizes"])
+        self.ledger.set_state(state["spent"])
 
     def note_reductions(
         self, scores: Any, parent: dict[str, str], texts: dict[str, str], made: Sequence[Reduction]
@@ -106,6 +200,7 @@ class StepRecorder:
         task = self._task_of(scores)
         if task is None:
             return
+        task.reflected = True
         task.reductions = tuple(made)
         if texts:
             task.child = {**parent, **texts}
@@ -114,7 +209,7 @@ class StepRecorder:
             task.reason = "; ".join(errors) or "reflection gave no text"
 
     def _task_of(self, scores: Any) -> _Task | None:
-        fresh = (t for t in self._tasks if t.scores_before is scores and not t.reason and not t.reductions)
+        fresh = (t for t in self._tasks if t.scores_before is scores and not t.reason and not t.reflected)
         return next(fresh, None)
 
     def _record(self, task: _Task, seconds: float, validation_seconds: float) -> StepRecord:
@@ -133,4 +228,9 @@ class StepRecorder:
             reductions=task.reductions,
             seconds=seconds,
             validation_seconds=validation_seconds,
+            profiling=self._decision is not None and self._decision.profiling,
+            size_reason="" if self._decision is None else self._decision.reason,
+            fit=None if self._decision is None else self._decision.fit,
+            usage=sum((n.usage for t in self._tasks for r in t.reductions for n in r.nodes), self._usage),
+            num_tasks=sum(t.scores_before is not None for t in self._tasks),
         )

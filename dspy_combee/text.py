@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 from dspy.adapters.types import History
@@ -16,6 +17,8 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 # (U+2060), which shows nothing, keeps a marker that is part of a record from being one.
 _TYPE_MARKERS = re.compile(r"<<(?=CUSTOM-TYPE-(?:START|END)-IDENTIFIER>>)")
 _WORD_JOINER = "\u2060"
+# What Python writes for an object that has no text of its own: it differs from process to process.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")
 
 
 def repair(text: str) -> str:
@@ -42,16 +45,34 @@ def as_data(value: Any) -> Any:
         return value.model_copy(update={"messages": [as_data(message) for message in value.messages]})
     if isinstance(value, Type):
         formatted = value.format()
-        return as_text(formatted) if isinstance(formatted, str) else value
+        return as_text(formatted) if isinstance(formatted, str) else _same_type(value)
     if isinstance(value, REPLHistory):
-        return value
+        return _same_type(value)
     if isinstance(value, BaseModel):
-        return as_data(value.model_dump())
+        return as_data(dict(value))
+    if isinstance(value, Enum):
+        return as_data(value.value)
     if isinstance(value, Mapping):
         return {as_text(str(key)): as_data(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple):
         return [as_data(item) for item in value]
-    return as_text(str(value))
+    if isinstance(value, set | frozenset):
+        return sorted((as_data(item) for item in value), key=str)  # The order of a set differs from run to run.
+    return as_text(_ADDRESS.sub("", str(value)))
+
+
+def _same_type(value: Any) -> Any:
+    """`value` with every text in it made safe and every type kept; `value` itself where nothing changes."""
+    if isinstance(value, str):
+        return as_text(value)
+    if isinstance(value, BaseModel):
+        fields = {name: _same_type(item) for name, item in value}
+        return value if fields == dict(value) else value.model_copy(update=fields)
+    if isinstance(value, dict):
+        return {key: _same_type(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_same_type(item) for item in value]
+    return value
 
 
 def estimate_tokens(value: Any) -> int:

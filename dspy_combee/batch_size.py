@@ -1,0 +1,299 @@
+"""The batch-size controller of section 3.3 of the Combee paper, as pure functions of what was measured.
+
+Let d(n) be the seconds that a step takes with n examples, and N the size of the trainset, so that an epoch
+takes ``T(n) = d(n) * N / n``. The controller times a few sizes, fits ``T(n) = A * n**-alpha`` (least squares
+on logarithms, one point per size: its median) and stops where one more example saves less than tau seconds::
+
+    |dT/dn| = alpha * A * n**-(alpha + 1) = tau   =>   plateau = (alpha * A / tau) ** (1 / (alpha + 1))
+
+The paper sets tau to "1.6% of the peak slope". The slope of a power law has no peak (it grows without bound
+as n goes to 0), so this needs a reading. Ours: the peak is the fitted slope at the smallest profiled size
+n_1, ``tau = threshold * alpha * A * n_1**-(alpha + 1)``. Then A cancels::
+
+    plateau = n_1 * (1 / threshold) ** (1 / (1 + alpha))   (n_1 * 62.5 ** (1 / (1 + alpha)) at 1.6%)
+
+So neither N nor the speed of the machine moves the plateau, only how steeply T falls; and n_1 scales it:
+profiling from 10 instead of 5 doubles the plateau of the same curve. The candidate sizes, the smallest above
+all, are part of the method and belong in any report of it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from numbers import Integral, Real
+from typing import Any
+
+MIN_SPAN = 4  # the largest size over the smallest: below it the slope says more about noise than about n
+MIN_SAVING = 0.2  # the share of T(n_1) that the fit must save at its choice
+PROFILE_SHARE = 4  # profiling takes at most 1 / PROFILE_SHARE of the rollouts
+ROUNDING = 1e-9  # slopes and differences of log T up to this are rounding
+
+
+@dataclass(frozen=True)
+class BatchSizeFit:
+    """What `PowerLawBatchSize.fit` found.
+
+    Attributes:
+        A: Seconds per epoch at n = 1 on the fitted curve; `None` without a fit.
+        alpha: The exponent of ``T(n) = A * n**-alpha``; `None` without a fit.
+        plateau: The size that the rule gives, before rounding and clamping; `None` unless alpha is positive.
+        choice: The minibatch size to use, in examples.
+        reason: Why, in one sentence for people.
+        medians: (n, median seconds per step) of each size used, from n_1 up.
+        epoch_seconds: T(choice), on the curve if the plateau decided, else measured; `None` if it was not.
+        first_epoch_seconds: T(n_1), from the same source.
+    """
+
+    A: float | None
+    alpha: float | None
+    plateau: float | None
+    choice: int
+    reason: str
+    medians: tuple[tuple[int, float], ...]
+    epoch_seconds: float | None
+    first_epoch_seconds: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-able values, all numbers finite, `medians` as ``[n, seconds]`` lists."""
+        return {**asdict(self), "medians": [list(pair) for pair in self.medians]}
+
+
+@dataclass(frozen=True)
+class ProfilePlan:
+    """Which sizes to time, or the size to use where that is not worth it.
+
+    Attributes:
+        sizes: The sizes to measure, in examples, in this order (smallest first); empty with a `fixed_size`.
+        fixed_size: The size to use unprofiled, in examples; `None` if `sizes` is not empty.
+        num_rollouts: Minibatch rollouts that profiling takes, the cold step's included.
+        reason: Why, in one sentence for people.
+    """
+
+    sizes: tuple[int, ...]
+    fixed_size: int | None
+    num_rollouts: int
+    reason: str
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The size of each profiling step; the first is the cold one, of the smallest size, not measured."""
+        return self.sizes[:1] + self.sizes
+
+
+@dataclass(frozen=True)
+class PowerLawBatchSize:
+    """Picks the minibatch size beyond which larger ones stop paying (paper, section 3.3).
+
+    ``plateau = n_1 * (1 / threshold) ** (1 / (1 + alpha))``, n_1 being the smallest profiled size and alpha
+    the fitted exponent; the module docstring derives it from our reading of the paper's threshold.
+
+    Args:
+        candidates: The sizes to profile, in examples; kept sorted, without repeats.
+        threshold: The share of the slope at n_1 below which one more example is not worth it, in (0, 1].
+        max_minibatch_size: The largest size to use, in examples.
+        clock: Returns seconds. For whoever times the steps: nothing here calls it.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `candidates` is empty, a size is below 1, or `threshold` is out of range.
+    """
+
+    candidates: Sequence[int] = (5, 10, 20, 40, 80)
+    threshold: float = 0.016
+    max_minibatch_size: int = 100
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "candidates", _sizes(self.candidates))
+        if isinstance(self.threshold, bool) or not isinstance(self.threshold, Real):
+            raise TypeError(f"threshold must be a number, got {self.threshold!r}")
+        if not 0 < self.threshold <= 1:
+            raise ValueError(f"threshold must be over 0 and at most 1, got {self.threshold!r}")
+        _at_least("max_minibatch_size", self.max_minibatch_size, 1)
+        if not callable(self.clock):
+            raise TypeError(f"clock must be a callable that returns seconds, got {self.clock!r}")
+
+    def plan(self, num_examples: int, budget_rollouts: int) -> ProfilePlan:
+        """Return `plan_profile` for these candidates and this `max_minibatch_size`."""
+        return plan_profile(self.candidates, num_examples, budget_rollouts, self.max_minibatch_size)
+
+    def fit(
+        self, measurements: Iterable[tuple[int, float]], num_examples: int, limit: int | None = None
+    ) -> BatchSizeFit:
+        """Fit the power law and choose a minibatch size; the order of the measurements does not matter.
+
+        The choice is the rounded plateau, at least n_1 and at most `max_minibatch_size`, N and `limit`, which
+        win over n_1. If the sizes span less than a factor of 4, alpha is not positive, or the fit saves under
+        20% of T(n_1) at that choice, it is the measured size with the smallest T within these three (the
+        smaller one of a tie). If nothing was measured, it is `fixed_batch_size`.
+
+        A size whose median is 0 seconds has no logarithm (the clock is too coarse for it): it is left out and
+        the reason says so. If that leaves none, the smallest measured size is taken.
+
+        Args:
+            measurements: (n in examples, seconds per step without the full-validation pass) pairs.
+            num_examples: N, the size of the trainset.
+            limit: The largest minibatch that the budget still allows, in examples; `None` for any.
+
+        Raises:
+            TypeError: A measurement (named in the message) is no pair of an int and a number.
+            ValueError: One has NaN, infinite or negative seconds, or a size below 1.
+        """
+        caps = {"the trainset": _at_least("num_examples", num_examples, 1)}
+        caps["max_minibatch_size"] = int(self.max_minibatch_size)
+        if limit is not None:
+            caps["the budget"] = _at_least("limit", limit, 1)
+        medians = _medians(measurements)
+        used = {n: seconds for n, seconds in medians.items() if seconds > 0}
+        if used:
+            fit = self._fit_curve(used, num_examples, caps)
+            zeros = [n for n in medians if n not in used]
+            return replace(fit, reason=f"{fit.reason} (0 seconds, left out: {zeros})") if zeros else fit
+        size, why = fixed_batch_size(num_examples), "nothing was measured"
+        if medians:
+            size, why = min(medians), "every measured size took 0 seconds"
+        choice = min(size, *caps.values())
+        return BatchSizeFit(None, None, None, choice, f"n = {choice}: {why}", (), None, None)
+
+    def _fit_curve(self, used: dict[int, float], num_examples: int, caps: dict[str, int]) -> BatchSizeFit:
+        """Fit the medians `used` (none empty, none 0) and choose within `caps`."""
+        first, last, cap = min(used), max(used), min(caps.values())
+        log_epochs = {n: math.log(seconds) + math.log(num_examples / n) for n, seconds in used.items()}
+        measured = _fastest_measured(used, log_epochs, cap)
+        what = measured.reason
+        if last < MIN_SPAN * first:
+            return replace(measured, reason=f"{what}: {first} to {last} spans under a factor of {MIN_SPAN}")
+
+        slope, log_a = statistics.linear_regression([math.log(n) for n in used], list(log_epochs.values()))
+        alpha = -slope
+        measured = replace(measured, A=_exp(log_a), alpha=alpha)
+        if alpha <= ROUNDING:
+            return replace(measured, reason=f"{what}: epochs get no faster with n (alpha {alpha:.3g})")
+
+        plateau = _exp(math.log(first) - math.log(self.threshold) / (1 + alpha))
+        measured = replace(measured, plateau=plateau)
+        choice = min(max(round(plateau), first), cap)
+        saving = -math.expm1(-alpha * math.log(max(choice, first) / first))
+        saves = f"saves {saving:.0%} of T({first}) (alpha {alpha:.3g})"
+        if saving < MIN_SAVING:
+            return replace(measured, reason=f"{what}: the fit's {choice} {saves}, under {MIN_SAVING:.0%}")
+
+        clamp = f", clamped by {min(caps, key=caps.__getitem__)}" if choice < round(plateau) else ""
+        return replace(
+            measured,
+            choice=choice,
+            reason=f"n = {choice}: the plateau, {plateau:.1f}{clamp}, {saves}",
+            epoch_seconds=_exp(log_a - alpha * math.log(choice)),
+            first_epoch_seconds=_exp(log_a - alpha * math.log(first)),
+        )
+
+
+def plan_profile(
+    candidates: Iterable[int], num_examples: int, budget_rollouts: int, max_minibatch_size: int | None = None
+) -> ProfilePlan:
+    """Choose the sizes to profile, at the price of at most a quarter of the budget.
+
+    A step of size n takes 2n minibatch rollouts (the parent's and the proposal's). The first step is cold: an
+    ordinary step of the smallest size, paid for but not measured. So n_1 .. n_k take
+    ``2 * (n_1 + n_1 + n_2 + ... + n_k)``. Sizes are clamped to N; the smallest and the largest affordable one
+    stay, and the middle of the list goes until the rest is affordable. If what is affordable spans less than
+    a factor of 4, n is `fixed_batch_size`, at most what the budget allows and at least 1.
+
+    Args:
+        candidates: The sizes to profile, in examples.
+        num_examples: N, the size of the trainset.
+        budget_rollouts: The budget, in rollouts.
+        max_minibatch_size: The largest size to use, in examples; `None` for any.
+
+    Raises:
+        TypeError, ValueError: `candidates` is empty, a size is no int or below 1, or the budget negative.
+    """
+    cap = _at_least("num_examples", num_examples, 1)
+    budget = _at_least("budget_rollouts", budget_rollouts, 0)
+    if max_minibatch_size is not None:
+        cap = min(cap, _at_least("max_minibatch_size", max_minibatch_size, 1))
+    wanted = sorted({min(n, cap) for n in _sizes(candidates)})
+    first = wanted[0]
+    sizes = [n for n in wanted if PROFILE_SHARE * _profile_cost([first, n]) <= budget]
+    if sizes and sizes[-1] >= MIN_SPAN * first:
+        while PROFILE_SHARE * (cost := _profile_cost(sizes)) > budget:
+            del sizes[len(sizes) // 2]
+        left_out = f" (not {sorted({*wanted} - {*sizes})})" if sizes != wanted else ""
+        why = f"profiling n = {sizes}{left_out} after one cold step takes {cost} of {budget} rollouts"
+        return ProfilePlan(tuple(sizes), None, cost, why)
+    why = f"a quarter of {budget} rollouts does not pay for sizes that span a factor of {MIN_SPAN}"
+    if wanted[-1] < MIN_SPAN * first:
+        why = f"sizes {first} to {wanted[-1]} span less than a factor of {MIN_SPAN}"
+    size = max(1, min(fixed_batch_size(num_examples), cap, budget // 2))
+    return ProfilePlan((), size, 0, f"n = {size}, not profiled: {why}")
+
+
+def fixed_batch_size(num_examples: int) -> int:
+    """Return the size to use where nothing is profiled: half of the trainset, from 1 to 40 examples."""
+    return max(1, min(40, _at_least("num_examples", num_examples, 1) // 2))
+
+
+def bounded_move(current: int, target: int, limit: int | None = None) -> int:
+    """Return `target`, but from half to twice `current`; `limit`, what the budget allows, always wins.
+
+    Raises:
+        TypeError, ValueError: A size is no int, or below 1.
+    """
+    current, target = _at_least("current", current, 1), _at_least("target", target, 1)
+    size = min(max(target, (current + 1) // 2), 2 * current)
+    return size if limit is None else min(size, _at_least("limit", limit, 1))
+
+
+def _medians(measurements: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """Return the median seconds of each measured size, smallest size first."""
+    by_size: dict[int, list[float]] = {}
+    for index, measurement in enumerate(measurements):
+        name = f"measurement {index}, {measurement!r}"
+        if not isinstance(measurement, Sequence) or len(measurement) != 2:
+            raise TypeError(f"{name}: expected a (minibatch size, seconds) pair")
+        n, seconds = measurement
+        if isinstance(seconds, bool) or not isinstance(seconds, Real):
+            raise TypeError(f"{name}: seconds must be a number")
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"{name}: seconds must be finite and not negative")
+        by_size.setdefault(_at_least(f"{name}: the size", n, 1), []).append(float(seconds))
+    return {n: statistics.median(by_size[n]) for n in sorted(by_size)}
+
+
+def _fastest_measured(used: dict[int, float], log_epochs: dict[int, float], cap: int) -> BatchSizeFit:
+    """Return the choice of the measured size with the smallest T within `cap`; of `cap` if none is."""
+    within = [n for n in used if n <= cap]
+    fastest = min((log_epochs[n] for n in within), default=0.0)
+    choice = min((n for n in within if log_epochs[n] <= fastest + ROUNDING), default=cap)
+    reason = f"n = {choice}, the {'measured size with the shortest epoch' if within else 'clamp'}"
+    seconds, first_seconds = _exp(log_epochs[choice]) if within else None, _exp(log_epochs[min(used)])
+    return BatchSizeFit(None, None, None, choice, reason, tuple(used.items()), seconds, first_seconds)
+
+
+def _profile_cost(sizes: list[int]) -> int:
+    return 2 * (sizes[0] + sum(sizes))  # the smallest size twice: its cold step
+
+
+def _exp(x: float) -> float:
+    return math.exp(min(x, 700.0))  # huge times saturate: no overflow, no infinity in JSON
+
+
+def _sizes(candidates: Iterable[int]) -> tuple[int, ...]:
+    if not isinstance(candidates, Iterable):
+        raise TypeError(f"candidates must be a sequence of ints, got {candidates!r}")
+    sizes = tuple(sorted({_at_least("each of candidates", n, 1) for n in candidates}))
+    if not sizes:
+        raise ValueError("candidates must hold at least one size, got none")
+    return sizes
+
+
+def _at_least(name: str, value: int, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return int(value)

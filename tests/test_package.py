@@ -1,0 +1,135 @@
+"""The shape of the package: which module may import which, what it exports, and what importing it loads."""
+
+import ast
+import importlib.util
+import inspect
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import dspy_combee
+
+PACKAGE = Path(dspy_combee.__file__).parent
+
+EXPORTED = [
+    "Aggregator",
+    "BatchSizeFit",
+    "CombeeError",
+    "CombeeOptimizer",
+    "CombeeProposer",
+    "CombeeResult",
+    "Executor",
+    "OutOfBudgetError",
+    "PowerLawBatchSize",
+    "ProposalNode",
+    "ProviderError",
+    "Reduction",
+    "ReflectionError",
+    "Rollout",
+    "Spent",
+    "StepRecord",
+    "ThreadExecutor",
+    "TreeAggregator",
+    "UnknownCostError",
+    "Usage",
+]
+
+# What a module may import from inside the package. A module that is not written yet may stand here already;
+# a module that is written and does not stand here fails. Arrows go one way only.
+PARTS = {
+    "records": set(),
+    "errors": set(),
+    "text": set(),
+    "calls": {"records", "errors", "text"},
+    "executors": {"errors"},
+    "rollout": {"records", "executors", "calls", "errors", "text"},
+    "reflective_dataset": {"records", "executors", "rollout", "text"},
+    "shuffle": set(),
+    "aggregation": {"records", "executors", "shuffle", "text"},
+    "baselines": {"records", "aggregation"},
+    "proposer": {"records", "executors", "aggregation", "calls", "errors", "text"},
+    "batch_size": set(),
+    "sizes": {"batch_size"},
+    "budget": {"records", "errors", "executors", "calls"},
+    "sampling": {"budget", "sizes"},
+    "steps": {"records", "budget", "sampling", "sizes"},
+    "adapter": {"records", "executors", "rollout", "reflective_dataset"},
+    "reflection": {"records", "adapter", "budget", "calls", "errors", "proposer", "steps", "text"},
+    "bullets": {"errors"},
+    "deltas": {"bullets"},
+    "near_duplicates": {"bullets"},
+    "playbook_text": {"bullets"},
+    "pruning": {"bullets", "deltas", "near_duplicates"},
+    "playbook": {"errors", "bullets", "deltas", "near_duplicates", "playbook_text", "pruning"},
+    "traces": {"records", "errors"},
+    "report": {"records"},
+    "result": {"records", "batch_size", "steps", "report"},
+}
+FRONT_DOORS = {"optimizer", "playbook_optimizer", "proposer"}
+TABLE = {
+    **PARTS,
+    "run": set(PARTS),
+    "optimizer": set(PARTS) | {"run"},
+    "playbook_optimizer": set(PARTS) - {"adapter", "proposer", "reflection"},
+    "fake_engine": set(),
+    "simulation": {"fake_engine"},
+    "testing": {"records", "fake_engine", "simulation"},
+    "finance": set(),
+    "tasks": {"finance"},
+    "demo": FRONT_DOORS | {"testing", "tasks", "report", "traces", "errors"},
+    "__main__": FRONT_DOORS | {"testing", "demo", "report", "traces", "errors"},
+    "__init__": FRONT_DOORS | set(PARTS),
+}
+
+MODULES = {path.stem: path for path in sorted(PACKAGE.glob("*.py"))}
+
+
+def imports_of(name: str) -> set[str]:
+    """The modules of the package that the module imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            source = "." * node.level + (node.module or "")
+            source = importlib.util.resolve_name(source, PACKAGE.name)
+            targets = [f"{source}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            root, *rest = target.split(".")
+            if root == PACKAGE.name:
+                found.add(rest[0] if rest and rest[0] in MODULES else "__init__")
+    return found - {name}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_follow_the_table(name):
+    assert name in TABLE, f"{name}.py is new: add it, and what it may import, to TABLE in {Path(__file__).name}"
+    forbidden = imports_of(name) - TABLE[name]
+    assert not forbidden, f"{name}.py may not import {sorted(forbidden)}; allowed: {sorted(TABLE[name])}"
+
+
+def test_no_subpackages():
+    assert not [str(path) for path in PACKAGE.glob("*/*.py")], "the table above knows only a flat package"
+
+
+@pytest.mark.parametrize("graph", [TABLE, {name: imports_of(name) for name in MODULES}], ids=["table", "files"])
+def test_no_import_cycles(graph):
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
+
+
+def test_exported_names():
+    assert sorted(dspy_combee.__all__) == sorted(EXPORTED)
+    without_docstring = [name for name in EXPORTED if not inspect.getdoc(getattr(dspy_combee, name))]
+    assert not without_docstring
+
+
+def test_import_stays_light():
+    heavy = "ray", "matplotlib", "scipy"
+    code = f"import sys, dspy_combee; print([name for name in {heavy} if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert run.stdout.strip() == "[]"
