@@ -19,8 +19,8 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from gepa import EvaluationBatch
 
 from dspy_combee.executors import Executor
-from dspy_combee.records import Rollout
-from dspy_combee.reflective_dataset import RecordMaker, ReflectiveDataset
+from dspy_combee.records import Rollout, Usage
+from dspy_combee.reflective_dataset import RecordMaker, ReflectiveDataset, feedback_of
 from dspy_combee.rollout import MapStage, ProgramCopier, RolloutJob, Scorer, program_trace
 
 logger = logging.getLogger("dspy_combee")
@@ -31,8 +31,8 @@ Candidate = dict[str, str]
 class RolloutObserver(Protocol):
     """Is told of the rollouts and feedback calls that were made."""
 
-    def note_rollouts(self, rollouts: Sequence[Rollout], traced: bool) -> None:
-        """These rollouts were made, with traces or without."""
+    def note_rollouts(self, rollouts: Sequence[Rollout], traced: bool, cut_short: Usage) -> None:
+        """These rollouts were made, with traces or without; others that were cut short had used something too."""
         ...
 
     def note_feedback(self, metric_calls: int) -> None:
@@ -54,6 +54,7 @@ class CombeeAdapter(DspyAdapter):
         reflection_lm: For the code components of `dspy.Flex`.
         code_proposer: Replaces DSPy's proposer of Flex code.
         observer: Is told of the rollouts that were made.
+        rollout_timeout: Seconds that one rollout may take; None for no limit.
     """
 
     propose_new_texts: Any = None
@@ -69,6 +70,7 @@ class CombeeAdapter(DspyAdapter):
         reflection_lm: Any = None,
         code_proposer: Any = None,
         observer: RolloutObserver | None = None,
+        rollout_timeout: float | None = None,
     ) -> None:
         super().__init__(
             student_module=student,
@@ -85,7 +87,7 @@ class CombeeAdapter(DspyAdapter):
         scorer.wants_program_trace = bool(self._flex_paths) and _declares(scorer.metric, "program_trace")
         self.executor = executor
         self.copier = ProgramCopier(student)
-        self.map_stage = MapStage(self.copier, scorer, executor)
+        self.map_stage = MapStage(self.copier, scorer, executor, rollout_timeout)
         self.record_maker = RecordMaker(scorer, executor, add_format_failure_as_feedback, warn_on_score_mismatch)
         self._tool_lines = _tool_lines(student)
         self.observer = observer
@@ -167,7 +169,7 @@ class CombeeAdapter(DspyAdapter):
             jobs.extend(RolloutJob(program, example, index) for index, example in enumerate(batch))
         made = self.map_stage.run(jobs)
         if self.observer is not None:
-            self.observer.note_rollouts(made, capture_traces)
+            self.observer.note_rollouts(made, capture_traces, self.map_stage.cut_short.take())
         rollouts = iter(made)
         return [
             _failed_batch(batch, self.failure_score, capture_traces)
@@ -228,13 +230,14 @@ def _evaluation_batch(rollouts: list[Rollout], capture_traces: bool) -> Evaluati
 
 def _trajectory(rollout: Rollout) -> dict[str, Any]:
     """DSPy's `TraceData` for a rollout, with the rollout itself beside."""
+    feedback = feedback_of(rollout.result)
     failed = FailedPrediction(completion_text=rollout.error) if rollout.error is not None else None
     return {
         "example_ind": rollout.index,
         "example": rollout.example,
         "prediction": rollout.prediction if failed is None else failed,
         "trace": program_trace(rollout),
-        "score": rollout.score if rollout.result is None else rollout.result,
+        "score": rollout.score if feedback is None else dspy.Prediction(score=rollout.score, feedback=feedback),
         "rollout": rollout,
     }
 

@@ -86,6 +86,32 @@ class Aggregator(Protocol):
         ...
 
 
+class TimeLimited:
+    """An executor for reflection calls each of which may take so many seconds; a call that takes longer has failed.
+
+    Args:
+        executor: Runs the calls.
+        seconds: The limit; None for no limit.
+    """
+
+    def __init__(self, executor: Executor, seconds: float | None) -> None:
+        self.executor = executor
+        self.seconds = seconds
+        self.width = executor.width
+
+    def map(self, function: Callable[[Any], Any], items: Sequence[Any], **options: Any) -> list[Any]:
+        """See `Executor.map`; the limit is this object's own."""
+        if self.seconds is None:
+            return self.executor.map(function, items, **options)
+        return self.executor.map(function, items, timeout=self.seconds, on_timeout=self._timed_out)
+
+    def _timed_out(self, item: Any) -> ProposalNode:
+        reason = f"the reflection call took longer than {self.seconds:g} seconds"
+        if not isinstance(item, NodeCall):
+            raise TimeoutError(reason)
+        return ProposalNode(item.id, item.task.component, item.inputs, seconds=self.seconds or 0.0, error=reason)
+
+
 class TreeAggregator:
     """The paper's two-level scan, with more levels where one merge would read too much.
 

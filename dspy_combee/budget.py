@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gepa.strategies.proposal_sampling import SingleMutationSampling
-
 from dspy_combee.calls import UsageMeter
 from dspy_combee.errors import OutOfBudgetError, UnknownCostError
 from dspy_combee.executors import Executor
 from dspy_combee.records import Rollout, Spent, Usage
+
+logger = logging.getLogger("dspy_combee")
+
+NOTHING = Usage()
 
 MERGE_SUBSAMPLE = 5
 """Validation examples on which gepa's merge compares a merged candidate with its parents."""
@@ -28,6 +31,7 @@ class Budget:
         max_metric_calls: Scoring calls; None where the budget is in epochs.
         num_epochs: Passes over the trainset; None where the budget is in metric calls.
         tasks_per_step: Proposals that a step makes, as far as that is known.
+        num_seed_validation: What the seed's validation costs; None for |val|.
     """
 
     num_examples: int
@@ -35,13 +39,19 @@ class Budget:
     max_metric_calls: int | None = None
     num_epochs: float | None = None
     tasks_per_step: int = 1
+    num_seed_validation: int | None = None
+
+    @property
+    def seed_cost(self) -> int:
+        """Metric calls of the seed's validation."""
+        return self.num_validation if self.num_seed_validation is None else self.num_seed_validation
 
     @property
     def is_exact(self) -> bool:
         """Whether one whole step fits in what the seed's validation leaves, so that nothing is ever overspent."""
         if self.max_metric_calls is None:
             return True
-        return self.max_metric_calls - self.num_validation >= self.smallest_step
+        return self.max_metric_calls - self.seed_cost >= self.smallest_step
 
     @property
     def smallest_step(self) -> int:
@@ -51,25 +61,21 @@ class Budget:
     @property
     def num_draws(self) -> float:
         """Examples that the run may draw for minibatches: the epochs' worth, or no limit."""
-        return math.inf if self.num_epochs is None else math.ceil(self.num_epochs * self.num_examples)
+        # Rounded first: 0.1 * 30 is a little over 3.
+        return math.inf if self.num_epochs is None else math.ceil(round(self.num_epochs * self.num_examples, 9))
 
     @property
     def minibatch_rollouts(self) -> int:
         """The budget counted in minibatch rollouts (2n for a proposal), before any step."""
         if self.max_metric_calls is None:
             return int(2 * self.num_draws)
-        return max(0, self.max_metric_calls - self.num_validation)
+        return max(0, self.max_metric_calls - self.seed_cost)
 
-    def tasks_that_fit(self, metric_calls: int, wanted: int) -> int:
-        """How many of `wanted` proposals the next step can make, at least 1.
-
-        Args:
-            metric_calls: Scoring calls so far.
-            wanted: Proposals that the sampling strategy asks for.
-        """
+    def left(self, metric_calls: int) -> float:
+        """Metric calls that a step may still take after `metric_calls`; no limit where the budget is not exact."""
         if self.max_metric_calls is None or not self.is_exact:
-            return wanted
-        return max(1, min(wanted, (self.max_metric_calls - metric_calls) // self.smallest_step))
+            return math.inf
+        return self.max_metric_calls - metric_calls
 
     def largest_minibatch(self, metric_calls: int, drawn: int) -> int:
         """The largest n that the next step can pay for, each of its proposals accepted; at least 1.
@@ -78,48 +84,44 @@ class Budget:
             metric_calls: Scoring calls so far.
             drawn: Examples drawn for minibatches so far.
         """
-        limit = self.num_examples
-        if self.max_metric_calls is not None and self.is_exact:
-            tasks = self.tasks_that_fit(metric_calls, self.tasks_per_step)
-            share = (self.max_metric_calls - metric_calls) // tasks
-            limit = min(limit, (share - self.num_validation) // 2)
-        if self.num_epochs is not None:
-            limit = min(limit, int(self.num_draws - drawn))
-        return max(1, limit)
+        limit: float = self.num_examples
+        left = self.left(metric_calls)
+        if left < math.inf:
+            tasks = max(1, min(self.tasks_per_step, left // self.smallest_step))
+            limit = min(limit, (left // tasks - self.num_validation) // 2)
+        draws = self.num_draws - drawn
+        if draws < math.inf:
+            limit = min(limit, draws // max(1, min(self.tasks_per_step, draws)))
+        return max(1, int(limit))
+
+    def steps_of(self, sizes: Sequence[int], all_accepted: bool) -> int:
+        """How many steps the budget covers, if all of their proposals are accepted or none is.
+
+        Args:
+            sizes: n of the first steps; the last one is that of the steps beyond, too.
+            all_accepted: Whether each proposal costs a validation pass.
+        """
+        in_epochs = self.max_metric_calls is None
+        extra = self.num_validation if all_accepted and not in_epochs else 0
+        left, steps = self.minibatch_rollouts, 0
+        for n in sizes:
+            cost = self.tasks_per_step * (2 * n + extra)
+            if cost > left:
+                break
+            left -= cost
+            steps += 1
+        else:
+            steps += left // cost
+        return steps
 
     def is_spent(self, metric_calls: int, drawn: int, merge_may_be_due: bool) -> bool:
         """Whether no further step fits."""
         if drawn >= self.num_draws:
             return True
-        if self.max_metric_calls is None or not self.is_exact:
-            return False
         needed = self.smallest_step
         if merge_may_be_due:
             needed = max(needed, MERGE_SUBSAMPLE + self.num_validation)
-        return self.max_metric_calls - metric_calls < needed
-
-
-class BudgetedSampling:
-    """A gepa `SamplingStrategy` that drops the proposals of a step that the budget does not cover.
-
-    Args:
-        strategy: The strategy; None for gepa's default of one proposal.
-        budget: The budget.
-    """
-
-    def __init__(self, strategy: Any, budget: Budget) -> None:
-        self.strategy = strategy or SingleMutationSampling()
-        self.budget = budget
-
-    def sample_tasks(self, state: Any, candidate_selector: Any, batch_sampler: Any, trainset: Any) -> list[Any]:
-        """The tasks of the step that fit."""
-        tasks = list(self.strategy.sample_tasks(state, candidate_selector, batch_sampler, trainset))
-        if self.budget.max_metric_calls is None or not self.budget.is_exact:
-            return tasks
-        left = self.budget.max_metric_calls - state.total_num_evals
-        costs = [2 * len(task.minibatch_ids) + self.budget.num_validation for task in tasks]
-        fitting = [task for index, task in enumerate(tasks) if sum(costs[: index + 1]) <= left]
-        return fitting or tasks[:1]
+        return self.left(metric_calls) < needed
 
 
 def tasks_per_step(strategy: Any) -> int:
@@ -135,9 +137,15 @@ class Ledger:
     def __init__(self) -> None:
         self.spent = Spent()
 
-    def add_rollouts(self, phase: str, rollouts: Sequence[Rollout]) -> None:
-        """Account for rollouts of a phase: `"profiling"`, `"rollouts"` or `"validation"`."""
-        usage = sum((rollout.usage for rollout in rollouts), Usage())
+    def add_rollouts(self, phase: str, rollouts: Sequence[Rollout], cut_short: Usage = NOTHING) -> None:
+        """Account for rollouts of a phase: `"profiling"`, `"rollouts"` or `"validation"`.
+
+        Args:
+            phase: The phase.
+            rollouts: The rollouts, each one metric call.
+            cut_short: What others had used that were cut short and made again.
+        """
+        usage = sum((rollout.usage for rollout in rollouts), cut_short)
         self.spent = self.spent.plus(phase, len(rollouts), usage)
 
     def add_feedback(self, metric_calls: int) -> None:
@@ -169,6 +177,7 @@ class CostGuard:
         self.max_cost = max_cost
         self.meter = meter
         self.width: int = executor.width
+        self._warned = False
 
     @property
     def is_spent(self) -> bool:
@@ -184,10 +193,17 @@ class CostGuard:
         """
         if self.is_spent:
             raise OutOfBudgetError(f"max_reflection_cost=${self.max_cost:g} is spent.")
+        calls = self.meter.usage.calls
         results: list[Any] = self.executor.map(function, items, **options)
         if self.max_cost is not None and self.meter.usage.cost is None:
             raise UnknownCostError(
                 "max_reflection_cost cannot be enforced: the reflection LM reports no cost for its calls (its model "
                 "has no known price). Use a model with a known price, or remove max_reflection_cost."
+            )
+        if self.max_cost is not None and self.meter.usage.calls == calls and not self._warned:
+            self._warned = True
+            logger.warning(
+                "max_reflection_cost sees only calls made through DSPy, and a wave of reflection made none: if the "
+                "proposer asks a language model in another way, that is not counted."
             )
         return results

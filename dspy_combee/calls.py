@@ -15,11 +15,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import dspy
+from dspy.adapters.json_adapter import JSONAdapter
 from dspy.utils.exceptions import (
     LMAuthError,
     LMBillingError,
     LMConfigurationError,
     LMError,
+    LMLockTimeoutError,
+    LMRateLimitError,
+    LMTimeoutError,
+    LMTransportError,
     LMUnsupportedModelError,
 )
 
@@ -37,6 +42,9 @@ _METERING = threading.Lock()
 FATAL_ERRORS = (LMAuthError, LMBillingError, LMConfigurationError, LMUnsupportedModelError)
 
 # Only what a reply begins with is thinking; a tag further on is part of what it says.
+# Errors that say nothing about the prompt and may pass: the executor tries again, with back-off.
+TRANSIENT_ERRORS = (LMRateLimitError, LMTimeoutError, LMTransportError, LMLockTimeoutError)
+
 _THINKING = re.compile(r"(?:\s*<think(?:ing)?>.*?</think(?:ing)?>)+", re.DOTALL | re.IGNORECASE)
 _OPEN_THINKING = re.compile(r"\s*<think(?:ing)?>", re.IGNORECASE)
 _OBJECT = re.compile(r'\{\s*"')
@@ -87,7 +95,8 @@ def call_lm(function: Callable[[], str], lm: Any, json_fields: Sequence[str] = (
         The text, or the error of the last attempt, with what both attempts took.
 
     Raises:
-        ProviderError: If the provider refuses the call for good (authentication, billing, configuration).
+        ProviderError: If the provider refuses the call for good (authentication, billing, configuration), or, as
+            a transient one, if it turns the call away or cannot be reached.
     """
     started = time.perf_counter()
     history: list[Mapping[str, Any]] = []
@@ -102,6 +111,11 @@ def call_lm(function: Callable[[], str], lm: Any, json_fields: Sequence[str] = (
             value, error = _check_text(text), None
         except FATAL_ERRORS as fatal:
             raise ProviderError(f"The reflection LM refused the call: {shorten(str(fatal))}") from fatal
+        except TRANSIENT_ERRORS as passing:
+            text = f"The reflection LM cannot be reached: {shorten(str(passing))}"
+            error_out = ProviderError(text, transient=True, retry_after=passing.retry_after)
+            error_out.usage = usage_of([*history, *listener.history])
+            raise error_out from passing
         except Exception as failure:
             error = _cause(failure, listener.history, json_fields)
             unrecorded += isinstance(failure, LMError)
@@ -174,6 +188,12 @@ class UsageMeter:
         with _METERING:
             self.usage = self.usage + usage
 
+    def take(self) -> Usage:
+        """What was added since this was last asked."""
+        with _METERING:
+            usage, self.usage = self.usage, Usage()
+        return usage
+
     def get_state(self) -> Usage:
         """What a resumed run needs to go on counting."""
         return self.usage
@@ -211,15 +231,10 @@ def check_reply(text: str, json_fields: Sequence[str] = ()) -> None:
     Raises:
         UnusableReplyError: Saying what is wrong.
     """
-    thinking = _THINKING.match(text)
-    spoken = text[thinking.end() :] if thinking else text
-    if not spoken.strip():
-        raise UnusableReplyError("the reply is empty")
-    if _OPEN_THINKING.match(spoken):
-        raise UnusableReplyError("the reply ends inside a think tag")
     if not json_fields:
+        _without_thinking(text)
         return
-    fields = _json_object(spoken, json_fields)
+    fields = json.loads(json_part(text, json_fields), strict=False)
     held = [fields[name] for name in json_fields if name in fields]
     if not held:
         raise UnusableReplyError(f"the reply's JSON object has none of the fields {', '.join(json_fields)}")
@@ -229,8 +244,27 @@ def check_reply(text: str, json_fields: Sequence[str] = ()) -> None:
         raise UnusableReplyError("the reply's field is blank")
 
 
-def _json_object(text: str, names: Sequence[str]) -> dict[str, Any]:
-    """The JSON object of a reply, which may stand in prose and in a code fence, read without mending anything."""
+def _without_thinking(reply: str) -> str:
+    thinking = _THINKING.match(reply)
+    text = reply[thinking.end() :] if thinking else reply
+    if not text.strip():
+        raise UnusableReplyError("the reply is empty")
+    if _OPEN_THINKING.match(text):
+        raise UnusableReplyError("the reply ends inside a think tag")
+    return text
+
+
+def json_part(reply: str, names: Sequence[str]) -> str:
+    """The JSON object of a reply, which may stand after thinking, in prose and in a code fence.
+
+    Args:
+        reply: The raw reply.
+        names: Names that the object may hold; a second object with one of them is a second answer.
+
+    Raises:
+        UnusableReplyError: If there is no whole JSON object, or it is not clear which one is meant.
+    """
+    text = _without_thinking(reply)
     start = _OBJECT.search(text)
     if start is None:
         raise UnusableReplyError("the reply holds no JSON object")
@@ -238,16 +272,25 @@ def _json_object(text: str, names: Sequence[str]) -> dict[str, Any]:
     if before.rstrip().endswith("["):
         raise UnusableReplyError("the reply is a list, not a JSON object")
     try:
-        value, end = json.JSONDecoder(strict=False).raw_decode(text, start.start())
+        _, end = json.JSONDecoder(strict=False).raw_decode(text, start.start())
     except (json.JSONDecodeError, RecursionError) as error:
         raise UnusableReplyError(f"the reply's JSON object is not whole: {error}") from error
     after = text[end:]
     if before.count("```") % 2 and "```" not in after:
         raise UnusableReplyError("the reply ends inside a code fence")
-    if any(re.search(r"\{\W*" + re.escape(name), after) for name in names):
+    if any(re.search(r"\{\W{0,20}" + re.escape(name), after) for name in names):
         raise UnusableReplyError("the reply holds two answers")
-    fields: dict[str, Any] = value
-    return fields
+    return text[start.start() : end]
+
+
+class StrictJSONAdapter(JSONAdapter):
+    """A `JSONAdapter` that mends nothing, and that thinking or prose around the JSON object does not confuse."""
+
+    def parse(self, signature: Any, completion: str) -> dict[str, Any]:
+        """The output fields of a reply."""
+        part = json_part(completion, tuple(signature.output_fields))
+        fields: dict[str, Any] = super().parse(signature, part)
+        return fields
 
 
 def _get(value: Any, name: str) -> Any:

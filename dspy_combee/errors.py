@@ -1,7 +1,7 @@
 """Errors of this package, drawn as a tree.
 
     CombeeError
-    ├── ProviderError      the LM provider refused or cannot be reached: the run stops, no candidate is blamed
+    ├── ProviderError      the LM provider refuses or cannot be reached: the run stops, no candidate is blamed
     ├── ReflectionError    reflection proposed nothing, three steps in a row
     ├── UnknownCostError   a budget in dollars was set, and the reflection LM reports no cost
     └── OutOfBudgetError   the reflection money is spent; inside a run this ends the search, it is not raised
@@ -29,7 +29,19 @@ class ProviderError(CombeeError):
     """The provider of a language model refused a call for good (key, quota, outage).
 
     It says nothing about the candidate that was being evaluated, so no score is given for it.
+
+    Attributes:
+        transient: Whether it may pass (rate limit, timeout, connection): executors then try again, with back-off.
+        retry_after: Seconds to wait that the provider asks for; None where it does not.
+        usage: What the work that the error cut short had used already (a `Usage`); None for nothing.
     """
+
+    usage: Any = None
+
+    def __init__(self, message: str, *, transient: bool = False, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.transient = transient
+        self.retry_after = retry_after
 
 
 class ReflectionError(CombeeError):

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextvars
+import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from dspy_combee.backoff import Backoff, Throttle
+from dspy_combee.errors import ProviderError
+
+logger = logging.getLogger("dspy_combee")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -63,24 +69,29 @@ class ThreadExecutor:
 
     At width 1 and without a timeout everything runs in the caller's own thread.
 
+    An item that fails with a transient `ProviderError` (rate limit, timeout, connection) is tried again; until then
+    all items pause, and fewer run at once for a while. This is the one place where that is done.
+
     Args:
         width: How many items are in flight at most, an int of at least 1.
+        backoff: How items are tried again.
 
     Raises:
         TypeError: If width is no int.
         ValueError: If width is below 1.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, backoff: Backoff | None = None) -> None:
         if isinstance(width, bool) or not isinstance(width, int):
             raise TypeError(f"num_threads must be an int of at least 1, got {width!r}.")
         if width < 1:
             raise ValueError(f"num_threads must be at least 1, got {width}.")
         self.width = width
-        self._slots = threading.Semaphore(width)
+        self.backoff = backoff or Backoff()
+        self._slots = Throttle(width, self.backoff)
 
-    def __reduce__(self) -> tuple[type[ThreadExecutor], tuple[int]]:
-        return type(self), (self.width,)  # A copy has slots of its own.
+    def __reduce__(self) -> tuple[type[ThreadExecutor], tuple[int, Backoff]]:
+        return type(self), (self.width, self.backoff)  # A copy has slots of its own.
 
     def __repr__(self) -> str:
         return f"ThreadExecutor({self.width})"
@@ -99,7 +110,7 @@ class ThreadExecutor:
         inside = _INSIDE.get()
         nested = self in inside
         # An item that calls `map` holds a slot already.
-        slots = threading.Semaphore(1) if nested else self._slots
+        slots = Throttle(1, self.backoff) if nested else self._slots
         width = 1 if nested else min(self.width, len(items))
         token = _INSIDE.set(inside if nested else (*inside, self))
         try:
@@ -126,9 +137,30 @@ def _deadline(timeout: float | None, on_timeout: Callable[[Any], Any] | None) ->
     return _Deadline(timeout, on_timeout)
 
 
-def _run_here(function: Callable[[T], R], item: T, slots: threading.Semaphore) -> R:
-    with slots:
-        return contextvars.copy_context().run(function, item)
+def _run_here(function: Callable[[T], R], item: T, slots: Throttle) -> R:
+    attempt = 0
+    while True:
+        attempt += 1
+        slots.acquire()
+        try:
+            value = contextvars.copy_context().run(function, item)
+        except ProviderError as error:
+            if not _should_retry(error, attempt, slots):
+                raise
+        else:
+            slots.succeed()
+            return value
+        finally:
+            slots.release()
+
+
+def _should_retry(error: BaseException | None, attempt: int, slots: Throttle) -> bool:
+    """Whether an item should run again, after the pause that this makes everyone take."""
+    if not (isinstance(error, ProviderError) and error.transient):
+        return False
+    retry = slots.slow_down(attempt, error.retry_after)
+    logger.info("%s, after attempt %d: %s", "Slowing down" if retry else "Giving up", attempt, error)
+    return retry
 
 
 @dataclass(frozen=True)
@@ -152,7 +184,7 @@ class _Job:
         function: Callable[[Any], Any],
         items: list[Any],
         deadline: _Deadline | None,
-        slots: threading.Semaphore,
+        slots: Throttle,
     ) -> None:
         self.function = function
         self.items = items
@@ -161,6 +193,7 @@ class _Job:
         self.contexts = [contextvars.copy_context() for _ in items]
         self.pending = deque(range(len(items)))
         self.started: dict[int, float] = {}  # Items in flight. Who takes one out gives its slot back.
+        self.attempts: Counter[int] = Counter()
         self.outcomes: queue.SimpleQueue[_Outcome | None] = queue.SimpleQueue()
 
     def add_worker(self) -> None:
@@ -181,13 +214,22 @@ class _Job:
                 outcome = _Outcome(index, self.contexts[index].run(self.function, self.items[index]))
             except BaseException as error:
                 outcome = _Outcome(index, error=error)
-            if not self._end(index):
+            self.attempts[index] += 1
+            retry = _should_retry(outcome.error, self.attempts[index], self.slots)
+            if outcome.error is None:
+                self.slots.succeed()
+            if not self._end(index, failed=outcome.error is not None and not retry):
                 return  # The item was given up, and another worker took this one's place.
-            self.outcomes.put(outcome)
+            if retry:
+                self.pending.appendleft(index)
+            else:
+                self.outcomes.put(outcome)
 
-    def _end(self, index: int) -> bool:
+    def _end(self, index: int, failed: bool = False) -> bool:
         if self.started.pop(index, None) is None:
             return False
+        if failed:
+            self.pending.clear()
         self.slots.release()
         return True
 

@@ -82,6 +82,9 @@ class CombeeOptimizer(dspy.GEPA):
         num_epochs: Budget in passes over the trainset by minibatches: a fourth way to say it.
         max_reflection_cost: US dollars of reflection-LM spend. Checked before each wave of calls, so a wave that
             has begun is finished. The LM must report what its calls cost.
+        rollout_timeout: Seconds that one rollout may take; one that takes longer has failed. Default: no limit.
+        reflection_timeout: Seconds that one reflection call may take; one that takes longer has failed, and is not
+            made again. Default: no limit.
 
     Raises:
         AssertionError: As in `dspy.GEPA`: not exactly one budget; no reflection LM; `track_best_outputs` alone.
@@ -125,10 +128,12 @@ class CombeeOptimizer(dspy.GEPA):
         executor: str | Executor = "threads",
         num_epochs: float | None = None,
         max_reflection_cost: float | None = None,
+        rollout_timeout: float | None = None,
+        reflection_timeout: float | None = None,
     ) -> None:
         if num_epochs is not None:
             _check_positive("num_epochs", num_epochs)
-            _check_one_budget(max_metric_calls, max_full_evals, auto, num_epochs)
+        _check_one_budget(max_metric_calls, max_full_evals, auto, num_epochs)
         super().__init__(
             metric,
             auto=auto,
@@ -169,6 +174,11 @@ class CombeeOptimizer(dspy.GEPA):
             self.max_metric_calls = None
         self.num_epochs = num_epochs
         self.max_reflection_cost = max_reflection_cost
+        for name, seconds in (("rollout_timeout", rollout_timeout), ("reflection_timeout", reflection_timeout)):
+            if seconds is not None:
+                _check_positive(name, seconds)
+        self.rollout_timeout = rollout_timeout
+        self.reflection_timeout = reflection_timeout
         self.duplication_factor = duplication_factor
         self.num_groups = num_groups
         self.aggregator = resolve_aggregator(aggregator)
@@ -261,11 +271,11 @@ def _check_positive(name: str, value: object) -> None:
 
 
 def _check_one_budget(max_metric_calls: Any, max_full_evals: Any, auto: Any, num_epochs: Any) -> None:
-    if max_metric_calls is not None or max_full_evals is not None or auto is not None:
-        raise AssertionError(
-            "Exactly one of max_metric_calls, max_full_evals, auto, num_epochs must be set. "
-            f"You set max_metric_calls={max_metric_calls}, max_full_evals={max_full_evals}, auto={auto}, "
-            f"num_epochs={num_epochs}."
+    if sum(budget is not None for budget in (max_metric_calls, max_full_evals, auto, num_epochs)) != 1:
+        raise AssertionError(  # dspy.GEPA's words, and one budget more.
+            "Exactly one of max_metric_calls, max_full_evals, auto must be set. You set "
+            f"max_metric_calls={max_metric_calls}, max_full_evals={max_full_evals}, auto={auto}. "
+            f"CombeeOptimizer takes num_epochs as a fourth; you set num_epochs={num_epochs}."
         )
 
 

@@ -18,10 +18,10 @@ from dspy.teleprompt.gepa.gepa_utils import format_history_for_reflection
 from gepa.proposer.reflective_mutation.reflection_lm import ReflectionProposal
 
 from dspy_combee.aggregation import Aggregator, NodeCall, ReductionTask, resolve_aggregator
-from dspy_combee.calls import LMCallResult, UnusableReplyError, UsageMeter, call_lm
+from dspy_combee.calls import LMCallResult, StrictJSONAdapter, UnusableReplyError, UsageMeter, call_lm
 from dspy_combee.errors import ProviderError, UnknownCostError
 from dspy_combee.executors import Executor, ThreadExecutor
-from dspy_combee.records import ProposalNode, Reduction
+from dspy_combee.records import ProposalNode, Reduction, Usage
 from dspy_combee.text import as_data, as_text
 
 logger = logging.getLogger("dspy_combee")
@@ -251,7 +251,7 @@ class _InstructionCalls:
         self.lm = lm
         self.meter = meter
         builtin = isinstance(base, InstructionProposer)
-        self.adapter = base.adapter if builtin else JSONAdapter()
+        self.adapter = _strict(base.adapter if builtin else JSONAdapter())
         self.max_chars: int | None = base.max_chars if builtin else None
         self.additional: str | None = base.additional_instructions if builtin else None
         signature: Any = MergeInstructions
@@ -264,11 +264,19 @@ class _InstructionCalls:
         self.merge = dspy.Predict(signature)
         asks_for_json = isinstance(self.adapter, JSONAdapter)
         self.merge_fields = ("new_instruction", "shortened_instruction") if asks_for_json else ()
-        self.propose_fields = self.merge_fields if type(base).__call__ is InstructionProposer.__call__ else ()
+        self.propose_fields: tuple[str, ...] = ()
+        if type(base).__call__ is InstructionProposer.__call__:
+            self.propose_fields = self.merge_fields
+            self.base = copy.copy(base)
+            self.base.adapter = self.adapter
 
     def __call__(self, node_call: NodeCall) -> ProposalNode:
         fields = self.propose_fields if node_call.kind == "propose" else self.merge_fields
-        result = call_lm(_Reflection(self, node_call), self.lm, fields)
+        try:
+            result = call_lm(_Reflection(self, node_call), self.lm, fields)
+        except ProviderError as error:
+            self.meter.add(error.usage or Usage())
+            raise
         self.meter.add(result.usage)
         return to_node(node_call, result)
 
@@ -303,6 +311,13 @@ class _InstructionCalls:
                 f"the merged instruction has {len(text)} characters, over max_chars={self.max_chars}"
             )
         return text
+
+
+def _strict(adapter: Any) -> Any:
+    """DSPy's own JSON adapter made strict; any other adapter as it is."""
+    if type(adapter) is not JSONAdapter:
+        return adapter
+    return StrictJSONAdapter(adapter.callbacks, adapter.use_native_function_calling, adapter.parallel_tool_calls)
 
 
 class _Reflection:

@@ -85,7 +85,12 @@ class RunReflection:
             reductions = [[] for _ in jobs]
         proposals = [to_proposal(made) for made in reductions]
         for job, proposal, made in zip(jobs, proposals, reductions, strict=True):
-            self.recorder.note_reductions(getattr(job[1], "scores", None), job[0], proposal.new_texts, made)
+            scores = getattr(job[1], "scores", None)
+            repeated = self.recorder.repeat_of(scores, {**job[0], **proposal.new_texts}) if proposal.new_texts else None
+            if repeated is not None:
+                logger.info("Not evaluated, %s.", repeated)
+                proposal.new_texts.clear()
+            self.recorder.note_reductions(scores, job[0], proposal.new_texts, made, repeated)
         self._count_failures(proposals, reductions)
         return [(proposal, self) for proposal in proposals]
 

@@ -14,10 +14,17 @@ from dspy.teleprompt.bootstrap_trace import FailedPrediction
 
 from dspy_combee.executors import Executor
 from dspy_combee.records import ReflectionRecord, Rollout, TraceStep
-from dspy_combee.rollout import Scorer, program_trace
+from dspy_combee.rollout import Scorer, program_trace, raise_if_provider
 from dspy_combee.text import shorten
 
 logger = logging.getLogger("dspy_combee")
+
+
+MISMATCH = (
+    "The metric gave another score when it was asked for feedback on a predictor. The score that it gave to the whole "
+    "rollout stands. This is harmless where the metric is not deterministic; a metric that scores predictors should "
+    "still return the rollout's score"
+)
 
 
 class ReflectiveDataset(dict[str, list[Any]]):
@@ -81,14 +88,11 @@ class RecordMaker:
 
     def _calls_of(self, component: str, rollout: Rollout) -> list[TraceStep]:
         """The component's calls in a rollout, the one to reflect on last."""
+        if not self.keep_unparsed and any(isinstance(step.outputs, FailedPrediction) for step in rollout.trace):
+            return []  # DSPy's rule: an answer that could not be parsed then gives no record, wherever it failed.
         calls = [step for step in rollout.trace if step.name == component]
         unparsed = [step for step in calls if isinstance(step.outputs, FailedPrediction)]
-        if not self.keep_unparsed:
-            # DSPy's rule: an answer that could not be parsed then gives no record, wherever it failed.
-            if any(isinstance(step.outputs, FailedPrediction) for step in rollout.trace):
-                return []
-            return calls
-        return [step for step in calls if step not in unparsed] + unparsed[:1]
+        return [step for step in calls if not isinstance(step.outputs, FailedPrediction)] + unparsed[:1]
 
     def _record(self, request: _FeedbackRequest) -> ReflectionRecord:
         *earlier, call = request.calls
@@ -118,24 +122,15 @@ class RecordMaker:
                 rollout.example, rollout.prediction, program_trace(rollout), request.component, own_trace
             )
         except Exception as error:
+            raise_if_provider(error)
             what = f"The metric raised {type(error).__name__}: {shorten(str(error))}"
             self.scorer.warn_once("feedback", what, "Feedback on such an example is its score alone.")
             return f"This trajectory got a score of {rollout.score}."
         score, _ = self.scorer.coerce(result)
-        if score != rollout.score:
-            self._warn_of_mismatch()
-        feedback = result.get("feedback") if isinstance(result, Mapping | dspy.Prediction) else None
-        return f"This trajectory got a score of {rollout.score}." if feedback is None else str(feedback)
-
-    def _warn_of_mismatch(self) -> None:
-        if self.warn_of_mismatch:
-            self.warn_of_mismatch = False
-            logger.warning(
-                "The metric gave another score when it was asked for feedback on a predictor. The score that it "
-                "gave to the whole rollout stands. This is harmless where the metric is not deterministic; a metric "
-                "that scores predictors should still return the rollout's score. Silence this with "
-                "warn_on_score_mismatch=False."
-            )
+        if score != rollout.score and self.warn_of_mismatch:
+            self.scorer.warn_once("mismatch", MISMATCH, "Silence this with warn_on_score_mismatch=False.")
+        feedback = feedback_of(result)
+        return f"This trajectory got a score of {rollout.score}." if feedback is None else feedback
 
 
 @dataclass(frozen=True)
@@ -151,9 +146,15 @@ class _FeedbackRequest:
         return self.rollout.error is None and not isinstance(self.calls[-1].outputs, FailedPrediction)
 
 
+def feedback_of(result: Any) -> str | None:
+    """The feedback in what a metric returned; None where there is none."""
+    feedback = result.get("feedback") if isinstance(result, Mapping | dspy.Prediction) else None
+    return None if feedback is None else str(feedback)
+
+
 def _input_fields(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs by name; the first history goes under `Context`, as in `dspy.GEPA`."""
-    histories = [name for name, value in inputs.items() if isinstance(value, History)]
+    histories = [name for name, value in inputs.items() if isinstance(value, History) and "Context" not in inputs]
     fields = {"Context": inputs[histories[0]]} if histories else {}
     fields.update({name: value for name, value in inputs.items() if name not in histories[:1]})
     return fields
@@ -162,35 +163,57 @@ def _input_fields(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _output_fields(step: TraceStep) -> Any:
     if isinstance(step.outputs, FailedPrediction):
         raw = step.outputs.completion_text
-        return f"Couldn't parse the output as per the expected output format. The model's raw response was:\n```\n{raw}\n```\n\n"
+        return (
+            "Couldn't parse the output as per the expected output format. The model's raw response was:\n"
+            f"```\n{raw}\n```\n\n"
+        )
     if step.outputs is None:
         return "None: the call raised an error."
     return dict(step.outputs.items())
 
 
 def _repeated_by(step: TraceStep, last: TraceStep) -> bool:
-    """Whether `last` shows all that `step` shows: its inputs are `step`'s, and a transcript in them has grown."""
-    if step.inputs.keys() != last.inputs.keys():
-        return False
-    grown = False
-    for name, value in step.inputs.items():
-        later = last.inputs[name]
-        if isinstance(value, str) and isinstance(later, str):
-            if not later.startswith(value):
-                return False
-            grown = grown or len(later) > len(value)
-        elif isinstance(value, History) and isinstance(later, History):
-            if later.messages[: len(value.messages)] != value.messages:
-                return False
-            grown = grown or len(later.messages) > len(value.messages) or _holds_output(later, step)
-        elif value is not later and value != later:
-            return False
-    return grown
+    """Whether `last` shows all that `step` shows: one of its inputs is a transcript that has taken `step` up."""
+    return any(_has_taken_up(name, step, last) for name in step.inputs)
 
 
-def _holds_output(history: History, step: TraceStep) -> bool:
-    """Whether a history that grows in place (`dspy.ReActV2`) has taken up what the step gave."""
-    if step.outputs is None or isinstance(step.outputs, FailedPrediction):
+def _has_taken_up(name: str, step: TraceStep, last: TraceStep) -> bool:
+    added = _added(step.inputs[name], last.inputs.get(name))
+    if not added or not isinstance(step.outputs, dspy.Prediction):
         return False
-    given = [value for value in step.outputs.values() if value is not None]
-    return bool(given) and all(any(value in message.values() for message in history.messages) for value in given)
+    # An agent's first transcript is empty, and so is a first critique: there the answer must stand by itself.
+    whole = not step.inputs[name]
+    said = [value for value in step.outputs.values() if isinstance(value, str | dspy.Reasoning)]
+    unsaid = [
+        value for other, value in step.inputs.items() if other != name and not _same(value, last.inputs.get(other))
+    ]
+    if not said or not all(isinstance(value, str) and value.strip() for value in unsaid):
+        return False
+    texts = [str(value).strip() for value in (*said, *unsaid)]
+    return all(any(_holds(item, text, whole) for item in added) for text in texts if text)
+
+
+def _added(value: Any, later: Any) -> list[Any]:
+    """What a transcript has got in addition: texts, or messages; nothing where it is no transcript."""
+    if isinstance(value, str) and isinstance(later, str):
+        return [later[len(value) :]] if later.startswith(value) and len(later) > len(value) else []
+    if isinstance(value, History) and isinstance(later, History):
+        if value is later:
+            return list(later.messages)  # It grows in place (`dspy.ReActV2`): every call shows what came after it.
+        value, later = value.messages, later.messages
+    if not isinstance(value, list) or not isinstance(later, list):
+        return []
+    return later[len(value) :] if _same(value, later[: len(value)]) else []
+
+
+def _holds(item: Any, text: str, whole: bool) -> bool:
+    if isinstance(item, Mapping):
+        return any(str(value).strip() == text for value in item.values())
+    return f"\n{text}\n" in f"\n{str(item).strip()}\n" if whole else text in str(item)
+
+
+def _same(value: Any, other: Any) -> bool:
+    try:
+        return value is other or bool(value == other)
+    except Exception:  # An array does not say whether it is equal.
+        return False

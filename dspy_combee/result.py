@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import dspy
@@ -10,7 +10,7 @@ from dspy.teleprompt.gepa.gepa import DspyGEPAResult
 
 from dspy_combee.batch_size import BatchSizeFit
 from dspy_combee.records import Spent, StepRecord
-from dspy_combee.steps import StepRecorder
+from dspy_combee.steps import REPEATED, StepRecorder
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,12 @@ class CombeeResult(DspyGEPAResult):
 
     steps: tuple[StepRecord, ...] = ()
     batch_sizes: tuple[int, ...] = ()
-    spent: Spent = Spent()
+    spent: Spent = field(default_factory=Spent)
+
+    @property
+    def repeated_proposals(self) -> int:
+        """Proposals that were not evaluated, because they had been before."""
+        return sum(step.reason.startswith(REPEATED) for step in self.steps)
 
     @property
     def batch_size_fit(self) -> BatchSizeFit | None:

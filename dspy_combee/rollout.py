@@ -15,9 +15,10 @@ import math
 import numbers
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MethodType
 from typing import Any
 
 import dspy
@@ -27,7 +28,7 @@ from dspy.clients.base_lm import BaseLM
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.utils.exceptions import AdapterParseError, is_retryable_lm_error
 
-from dspy_combee.calls import FATAL_ERRORS, usage_of
+from dspy_combee.calls import FATAL_ERRORS, UsageMeter, usage_of
 from dspy_combee.errors import ProviderError
 from dspy_combee.executors import Executor
 from dspy_combee.records import Rollout, TraceStep
@@ -36,63 +37,102 @@ from dspy_combee.text import shorten
 logger = logging.getLogger("dspy_combee")
 
 _STAGE_PREFIX = "dspy_combee:"
+_UNCHANGING = (str, bytes, int, float, type(None), Type)
+_MAX_TRACE_SIZE = 10_000
+_MOST_COPIED = 100_000
+"""An attribute with more items than this (or an array of 10 MB) is shared by the copies of a program."""
 
 
 class ProgramCopier:
     """Copies programs fast and quietly.
 
-    Language models, and whatever cannot be copied (a lock, a client), are shared by the copies.
+    The copies share language models, whatever cannot be copied (a lock, a client) and what is too big to copy for
+    each run (a corpus, an index).
 
     Args:
         program: The program that the later copies are made of, or of copies of it.
     """
 
     def __init__(self, program: Any) -> None:
-        shared: dict[int, Any] = {}
-        for _, module in program.named_sub_modules():
-            for value in vars(module).values():
-                _find_lms(value, shared)
-        for _, module in program.named_sub_modules():
-            for value in vars(module).values():
-                if not isinstance(value, dspy.Module) and not _can_copy(value, shared):
-                    shared[id(value)] = value
-        self._shared = shared
+        self._shared: dict[int, Any] = {}
+        values = [value for _, module in program.named_sub_modules() for value in module.__getstate__().values()]
+        for value in values:
+            _find_lms(value, self._shared)
+        for value in values:
+            _find_uncopyable(value, self._shared)
 
     def copy(self, program: Any) -> Any:
         """A copy of `program` whose predictors and state are its own."""
-        try:
-            return copy.deepcopy(program, dict(self._shared))
-        except Exception:
-            return self._copy_parts(program)
+        return self._copy(program, dict(self._shared))
 
-    def _copy_parts(self, module: Any) -> Any:
-        new = module.__class__.__new__(module.__class__)
-        for name, value in vars(module).items():
-            if isinstance(value, dspy.Module):
-                value = self.copy(value)
-            elif _can_copy(value, self._shared):
-                value = copy.deepcopy(value, dict(self._shared))
-            new.__dict__[name] = value
+    def _copy(self, value: Any, memo: dict[int, Any]) -> Any:
+        attempt = dict(memo)
+        try:
+            new = copy.deepcopy(value, attempt)
+        except Exception:
+            if not isinstance(value, dspy.Module):
+                return value
+            # It has got something that it had not before, or refuses to be copied as a whole.
+            memo[id(value)] = new = value.__class__.__new__(value.__class__)
+            new.__setstate__({name: self._copy(part, memo) for name, part in value.__getstate__().items()})
+        else:
+            memo.update(attempt)
         return new
 
 
 def _find_lms(value: Any, found: dict[int, Any]) -> None:
     if isinstance(value, BaseLM):
         found[id(value)] = value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _find_lms(item, found)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _find_lms(item, found)
+    for item in _items(value):
+        _find_lms(item, found)
 
 
-def _can_copy(value: Any, shared: dict[int, Any]) -> bool:
+def _find_uncopyable(value: Any, found: dict[int, Any]) -> None:
+    """Find what cannot be copied in an attribute of a module; the modules in it are looked at by themselves."""
+    if isinstance(value, dspy.Module):
+        return
+    if _leads_to_module(value):
+        for part in _parts(value):
+            _find_uncopyable(part, found)
+    elif not _can_copy(value, found):
+        found[id(value)] = value
+
+
+def _leads_to_module(value: Any, depth: int = 5) -> bool:
+    """Whether `value` holds a module, or a tool that is a method of one."""
+    if isinstance(value, dspy.Module):
+        return True
+    return depth > 0 and any(_leads_to_module(part, depth - 1) for part in _parts(value))
+
+
+def _parts(value: Any) -> Collection[Any]:
+    if isinstance(value, dspy.Tool):
+        return (value.func,)
+    if isinstance(value, MethodType):
+        return (value.__self__,)
+    return _items(value)
+
+
+def _items(value: Any) -> Collection[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _can_copy(value: Any, shared: Mapping[int, Any]) -> bool:
+    memo = dict(shared)
     try:
-        copy.deepcopy(value, dict(shared))
+        copy.deepcopy(value, memo)
     except Exception:
         return False
-    return True
+    copied = [item for key, item in memo.items() if key not in shared]
+    return sum(map(_size, copied)) <= _MOST_COPIED
+
+
+def _size(value: Any) -> int:
+    """How much there is to copy in one object: its items, or a hundredth of an array's bytes."""
+    nbytes = getattr(value, "nbytes", 0)
+    return len(value) if isinstance(value, list | tuple | set | Mapping) else nbytes // 100
 
 
 @dataclass(frozen=True)
@@ -108,6 +148,15 @@ class RolloutJob:
     program: Any
     example: Any
     index: int
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A job, and what all jobs of its program share: a copy whose predictors carry their names, and these by name."""
+
+    job: RolloutJob
+    template: Any
+    predictors: Mapping[str, Any]
 
 
 class Scorer:
@@ -131,7 +180,7 @@ class Scorer:
         self.failure_score = failure_score
         self.perfect_score = perfect_score
         self.wants_program_trace = wants_program_trace
-        self._warned: set[str] = set()
+        self._warned: dict[str, object] = {}
 
     def score(self, rollout: Rollout) -> Rollout:
         """The rollout with its score; a metric that raises gives the failure score."""
@@ -139,7 +188,7 @@ class Scorer:
         try:
             result = self.metric(rollout.example, rollout.prediction, None, None, None, **extra)
         except Exception as error:
-            _raise_if_provider(error)
+            raise_if_provider(error)
             self.warn_once("raised", f"The metric raised {type(error).__name__}: {shorten(str(error))}")
             return replace(rollout, score=self.failure_score, result=None)
         score, objectives = self.coerce(result)
@@ -147,29 +196,33 @@ class Scorer:
 
     def coerce(self, result: Any) -> tuple[float, dict[str, float]]:
         """The score and the objective scores of a metric's result; the failure score where it has none."""
-        value, objectives = result, {}
+        value, objectives = result, None
         if isinstance(result, Mapping | dspy.Prediction):
-            value = result.get("score")
-            objectives = dict(result.get("objective_scores") or {})
+            value, objectives = result.get("score"), result.get("objective_scores")
+        number = self._number(value)
+        if self.perfect_score is not None and number > self.perfect_score:
+            text = f"The metric gave {number:g}, above perfect_score={self.perfect_score:g}"
+            self.warn_once("perfect", text, "GEPA skips minibatches at or above perfect_score; set it.")
+        objectives = objectives if isinstance(objectives, Mapping) else {}
+        return number, {str(name): self._number(objective) for name, objective in objectives.items()}
+
+    def _number(self, value: Any) -> float:
         if isinstance(value, str | bytes) or not (isinstance(value, numbers.Number) or hasattr(value, "__float__")):
             self.warn_once("kind", f"The metric gave no number but {shorten(repr(value), 80)}")
-            return self.failure_score, objectives
+            return self.failure_score
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except Exception:  # An array, a complex number, an int beyond all floats.
             number = math.nan
         if not math.isfinite(number):
             self.warn_once("finite", f"The metric gave {shorten(repr(value), 80)}, which is no finite number")
-            return self.failure_score, objectives
-        if self.perfect_score is not None and number > self.perfect_score:
-            logger_text = f"The metric gave {number:g}, above perfect_score={self.perfect_score:g}"
-            self.warn_once("perfect", logger_text, "GEPA skips minibatches at or above perfect_score; set it.")
-        return number, objectives
+            return self.failure_score
+        return number
 
     def warn_once(self, kind: str, text: str, consequence: str | None = None) -> None:
         """Log a warning of this kind the first time."""
-        if kind not in self._warned:
-            self._warned.add(kind)
+        mine = object()
+        if self._warned.setdefault(kind, mine) is mine:
             consequence = consequence or f"Such an example scores failure_score={self.failure_score:g}."
             logger.warning("%s. %s (Said once.)", text, consequence)
 
@@ -188,12 +241,14 @@ class MapStage:
         scorer: Scores the predictions.
         executor: Runs the jobs, all candidates in one flat map.
         timeout: Seconds that one rollout may take; None for no limit.
+        cut_short: What rollouts had used that a provider's error cut short (and that were then made again).
     """
 
     copier: ProgramCopier
     scorer: Scorer
     executor: Executor
     timeout: float | None = None
+    cut_short: UsageMeter = field(default_factory=UsageMeter)
 
     def run(self, jobs: Sequence[RolloutJob]) -> list[Rollout]:
         """Run every job.
@@ -204,25 +259,34 @@ class MapStage:
         Raises:
             ProviderError: If a language model's provider refuses a call for good or cannot be reached.
         """
-        return self.executor.map(self._run_one, jobs, timeout=self.timeout, on_timeout=self._timed_out)
+        programs = {id(job.program): job.program for job in jobs}
+        templates = {key: self._template(program) for key, program in programs.items()}
+        runs = [_Run(job, *templates[id(job.program)]) for job in jobs]
+        return self.executor.map(self._run_one, runs, timeout=self.timeout, on_timeout=self._timed_out)
 
-    def _run_one(self, job: RolloutJob) -> Rollout:
-        started = time.perf_counter()
-        program = self.copier.copy(job.program)
-        for name, predictor in program.named_predictors():
+    def _template(self, program: Any) -> tuple[Any, dict[str, Any]]:
+        template = self.copier.copy(program)
+        predictors = dict(template.named_predictors())
+        for name, predictor in predictors.items():
             predictor.stage = _STAGE_PREFIX + name
-        originals = dict(job.program.named_predictors())
+        return template, predictors
+
+    def _run_one(self, run: _Run) -> Rollout:
+        started = time.perf_counter()
+        job, originals = run.job, run.predictors
+        inputs = {name: _own(value) for name, value in job.example.inputs().items()}
+        program = self.copier.copy(run.template)
         failed_step: TraceStep | None = None
         prediction, error = None, None
-        with dspy.context(trace=[]):
-            trace = dspy.settings.trace
+        trace: list[Any] = []
+        with dspy.context(trace=trace, max_trace_size=_MAX_TRACE_SIZE):
             try:
-                prediction = _call(program, _own_inputs(job.example))
+                prediction = _call(program, inputs)
             except Exception as failure:
-                _raise_if_provider(failure)
+                self._raise_if_provider(failure, program)
                 failed_step = _failed_step(failure, originals)
                 error = f"{type(failure).__name__}: {shorten(str(failure), 1000)}"
-            steps = [_step(*entry, originals=originals) for entry in trace]
+        steps = [_step(*entry, originals=originals) for entry in trace]
         if error is None and prediction is None:
             error = "the program returned nothing"
         rollout = Rollout(
@@ -239,10 +303,17 @@ class MapStage:
             rollout = self.scorer.score(rollout)
         return replace(rollout, seconds=time.perf_counter() - started)
 
-    def _timed_out(self, job: RolloutJob) -> Rollout:
+    def _raise_if_provider(self, error: Exception, program: Any) -> None:
+        try:
+            raise_if_provider(error)
+        except ProviderError:
+            self.cut_short.add(usage_of(program.history))
+            raise
+
+    def _timed_out(self, run: _Run) -> Rollout:
         return Rollout(
-            index=job.index,
-            example=job.example,
+            index=run.job.index,
+            example=run.job.example,
             prediction=None,
             trace=(),
             score=self.scorer.failure_score,
@@ -274,17 +345,20 @@ def _run_async(program: Any, inputs: dict[str, Any], future: Future[Any]) -> Non
         future.set_exception(error)
 
 
-def _own_inputs(example: Any) -> dict[str, Any]:
-    """The example's inputs, with copies of what a program could change in place."""
-    inputs: dict[str, Any] = dict(example.inputs())
-    for name, value in inputs.items():
-        if isinstance(value, str | int | float) or (isinstance(value, Type) and not isinstance(value, History)):
-            continue
-        try:
-            inputs[name] = copy.deepcopy(value)
-        except Exception:
-            continue
-    return inputs
+def _own(value: Any) -> Any:
+    """An input of the run's own, so that no run changes an example in place; images and their like stay."""
+    if isinstance(value, History):
+        return value.model_copy(update={"messages": _own(value.messages)})
+    if isinstance(value, _UNCHANGING):
+        return value
+    if type(value) is list:
+        return [_own(item) for item in value]
+    if type(value) is dict:
+        return {key: _own(item) for key, item in value.items()}
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
 
 
 def _step(predictor: Any, inputs: Mapping[str, Any], outputs: Any, *, originals: Mapping[str, Any]) -> TraceStep:
@@ -296,26 +370,39 @@ def _step(predictor: Any, inputs: Mapping[str, Any], outputs: Any, *, originals:
 
 def _failed_step(error: BaseException, originals: Mapping[str, Any]) -> TraceStep | None:
     """The predictor call that an error came from, found in its traceback; None when it came from elsewhere."""
-    predictor, inputs = None, {}
-    frame = error.__traceback__
-    while frame is not None:
-        owner = frame.tb_frame.f_locals.get("self")
-        if isinstance(owner, dspy.Predict) and "kwargs" in frame.tb_frame.f_locals:
-            predictor, inputs = owner, dict(frame.tb_frame.f_locals["kwargs"])
-        frame = frame.tb_next
-    if predictor is None:
-        return None
-    raw = error.lm_response if isinstance(error, AdapterParseError) else None
-    failed = None if raw is None else FailedPrediction(completion_text=str(raw))
-    return _step(predictor, inputs, failed, originals=originals)
+    for cause in _causes(error):
+        predictor, inputs = None, {}
+        frame = cause.__traceback__
+        while frame is not None:
+            owner = frame.tb_frame.f_locals.get("self")
+            if isinstance(owner, dspy.Predict) and "kwargs" in frame.tb_frame.f_locals:
+                predictor, inputs = owner, dict(frame.tb_frame.f_locals["kwargs"])
+            frame = frame.tb_next
+        if predictor is not None:
+            raw = cause.lm_response if isinstance(cause, AdapterParseError) else None
+            failed = None if raw is None else FailedPrediction(completion_text=str(raw))
+            return _step(predictor, inputs, failed, originals=originals)
+    return None
 
 
-def _raise_if_provider(error: BaseException) -> None:
-    """Raise `ProviderError` for an error that is the provider's, in whatever it was wrapped."""
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, and so on."""
     cause: BaseException | None = error
     while cause is not None:
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+def raise_if_provider(error: BaseException) -> None:
+    """Raise `ProviderError` for an error that is the provider's, in whatever it was wrapped."""
+    for cause in _causes(error):
+        if isinstance(cause, AdapterParseError):
+            return  # There was a reply; what went wrong before it has been got over.
         if isinstance(cause, ProviderError):
             raise cause
-        if isinstance(cause, FATAL_ERRORS) or (isinstance(cause, Exception) and is_retryable_lm_error(cause)):
-            raise ProviderError(f"A language model call failed: {shorten(str(cause))}") from error
-        cause = cause.__cause__
+        if isinstance(cause, Exception):
+            transient = is_retryable_lm_error(cause)
+            if transient or isinstance(cause, FATAL_ERRORS):
+                text = f"A language model call failed: {shorten(str(cause))}"
+                retry_after = getattr(cause, "retry_after", None)
+                raise ProviderError(text, transient=transient, retry_after=retry_after) from error

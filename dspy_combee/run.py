@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import dspy
 import gepa
 from dspy.teleprompt.gepa.gepa_utils import LoggerAdapter
+from gepa.core.data_loader import ensure_loader
 from gepa.strategies.eval_policy import EvaluationPolicy, FullEvaluationPolicy
 
 from dspy_combee.adapter import CombeeAdapter
+from dspy_combee.aggregation import TimeLimited
 from dspy_combee.batch_size import PowerLawBatchSize
-from dspy_combee.budget import Budget, BudgetedSampling, CostGuard, tasks_per_step
+from dspy_combee.budget import Budget, CostGuard, tasks_per_step
 from dspy_combee.calls import UsageMeter
 from dspy_combee.executors import ThreadExecutor
 from dspy_combee.records import Spent
 from dspy_combee.reflection import RunReflection
 from dspy_combee.result import CombeeResult
 from dspy_combee.rollout import Scorer
-from dspy_combee.sampling import EpochSampler, resolve_selector
+from dspy_combee.sampling import BudgetedSampling, EpochSampler, resolve_selector
 from dspy_combee.shuffle import default_num_groups
 from dspy_combee.sizes import resolve_sizer
 from dspy_combee.steps import StepRecorder
@@ -50,6 +54,7 @@ class Run:
             max_metric_calls=optimizer.budget_for(student, trainset, valset),
             num_epochs=optimizer.num_epochs,
             tasks_per_step=tasks_per_step(self.extra.get("sampling_strategy")),
+            num_seed_validation=_seed_validation(self.extra.get("val_evaluation_policy"), self.valset),
         )
         executor = optimizer.executor
         if isinstance(executor, str):
@@ -67,12 +72,14 @@ class Run:
             reflection_lm=optimizer.reflection_lm,
             code_proposer=optimizer.custom_code_proposer,
             observer=self.recorder,
+            rollout_timeout=optimizer.rollout_timeout,
         )
         self.adapter.saved_parts["steps"] = self.recorder
         if self.sampler is not None:
             self.adapter.saved_parts["sampler"] = self.sampler
         meter = UsageMeter()
-        guard = CostGuard(executor, optimizer.max_reflection_cost, meter)
+        reflection_executor = TimeLimited(executor, optimizer.reflection_timeout)
+        guard = CostGuard(reflection_executor, optimizer.max_reflection_cost, meter)
         proposer = optimizer.proposer.for_run(guard, optimizer.reflection_lm, optimizer.seed, meter)
         self.adapter.saved_parts["reflection"] = meter
         self.reflection = RunReflection(proposer, self.adapter, self.recorder, guard)
@@ -86,9 +93,11 @@ class Run:
         """
         self._log_plan()
         try:
-            result = gepa.optimize(**self._gepa_arguments())
+            result = self._search()
         except BaseException as error:
             error.best_program = self._best_program()  # type: ignore[attr-defined]
+            if isinstance(error, KeyboardInterrupt):
+                self._log_interrupt()
             raise
         program = self.adapter.build_program(result.candidates[result.best_idx])
         spent = self.spent
@@ -105,6 +114,21 @@ class Run:
         if self.optimizer.track_stats:
             program.detailed_results = CombeeResult.from_run(result, self.adapter, self.recorder, spent)
         return program
+
+    def _search(self) -> Any:
+        """Run gepa's search; where gepa's merge fails, it goes on without merge from the last saved step."""
+        log_dir = self.optimizer.log_dir
+        may_fail = self.optimizer.use_merge and len(self.seed_candidate) > 1
+        with tempfile.TemporaryDirectory(prefix="dspy_combee_") as own_dir:
+            run_dir = log_dir or (own_dir if may_fail else None)
+            try:
+                result = gepa.optimize(**self._gepa_arguments(run_dir, self.optimizer.use_merge))
+            except ValueError as error:
+                if not (may_fail and _comes_from_merge(error)):
+                    raise
+                logger.warning("GEPA's merge failed (%s). The search goes on without merge.", error)
+                result = gepa.optimize(**self._gepa_arguments(run_dir, use_merge=False))
+        return replace(result, run_dir=log_dir)
 
     @property
     def spent(self) -> Spent:
@@ -131,7 +155,7 @@ class Run:
         )
         return EpochSampler(sizer, self.budget, self.optimizer.seed)
 
-    def _gepa_arguments(self) -> dict[str, Any]:
+    def _gepa_arguments(self, run_dir: str | None, use_merge: bool) -> dict[str, Any]:
         optimizer, extra = self.optimizer, dict(self.extra)
         callbacks = [self.recorder, *(extra.pop("callbacks", None) or [])]
         stoppers = extra.pop("stop_callbacks", None) or []
@@ -146,13 +170,13 @@ class Run:
             "skip_perfect_score": optimizer.skip_perfect_score,
             "module_selector": optimizer.component_selector,
             "perfect_score": optimizer.perfect_score,
-            "use_merge": optimizer.use_merge,
+            "use_merge": use_merge,
             "max_merge_invocations": optimizer.max_merge_invocations,
             "max_metric_calls": self.budget.max_metric_calls,
             "stop_callbacks": [self.reflection.check, self.is_spent, *stoppers],
             "callbacks": callbacks,
             "logger": LoggerAdapter(logger),
-            "run_dir": optimizer.log_dir,
+            "run_dir": run_dir,
             "use_wandb": optimizer.use_wandb,
             "wandb_api_key": optimizer.wandb_api_key,
             "wandb_init_kwargs": optimizer.wandb_init_kwargs,
@@ -162,7 +186,7 @@ class Run:
             "raise_on_exception": True,
             "seed": optimizer.seed,
             "sampling_strategy": BudgetedSampling(extra.pop("sampling_strategy", None), self.budget),
-            "val_evaluation_policy": self._evaluation_policy(extra.pop("val_evaluation_policy", None)),
+            "val_evaluation_policy": _evaluation_policy(extra.pop("val_evaluation_policy", None), run_dir),
             **self._sampling(extra),
         }
         extra.setdefault("use_cloudpickle", True)
@@ -175,13 +199,6 @@ class Run:
         # gepa refuses a minibatch size beside a sampler; "auto" is not one.
         size = self.optimizer.reflection_minibatch_size
         return {"batch_sampler": batch_sampler, "reflection_minibatch_size": size if isinstance(size, int) else None}
-
-    def _evaluation_policy(self, policy: Any) -> Any:
-        log_dir = self.optimizer.log_dir
-        resumed = log_dir is not None and os.path.exists(os.path.join(log_dir, "gepa_state.bin"))
-        if not resumed or not (policy is None or policy == "full_eval" or isinstance(policy, EvaluationPolicy)):
-            return policy
-        return _ResumedPolicy(policy if isinstance(policy, EvaluationPolicy) else FullEvaluationPolicy())
 
     def _log_plan(self) -> None:
         budget = self.budget
@@ -199,22 +216,30 @@ class Run:
                 "The budget of %s metric calls does not cover the seed's validation (%d) and one step (%d): as in "
                 "dspy.GEPA it can be exceeded, or no step is made.",
                 budget.max_metric_calls,
-                budget.num_validation,
+                budget.seed_cost,
                 budget.smallest_step,
             )
-        size = self.optimizer.reflection_minibatch_size
-        if isinstance(size, int):
-            n = min(size, budget.num_examples)
-            k = self.optimizer.num_groups or default_num_groups(n)
-            steps = budget.minibatch_rollouts // (2 * n * budget.tasks_per_step)
-            logger.info(
-                "n = %d and k = %d: at most %d steps, each of %d rollouts and about %d reflection calls per component.",
-                n,
-                k,
-                steps,
-                2 * n,
-                k + 1 if k > 1 else 1,
-            )
+        if self.sampler is None:
+            logger.info("The minibatches are those of the given batch_sampler.")
+            return
+        sizes = [min(n, budget.num_examples) for n in self.sampler.sizer.expected]
+        groups = [self.reflection.proposer.num_groups or default_num_groups(n) for n in sizes]
+        calls = [k + 1 if k > 1 else 1 for k in groups]
+        logger.info(
+            "The plan: %s; k = %s; %s steps expected. A step takes %s rollouts and about %s reflection calls per "
+            "component, and %d rollouts more if its proposal is accepted.",
+            self.sampler.sizer.outlook,
+            _span(groups),
+            _span([budget.steps_of(sizes, all_accepted=True), budget.steps_of(sizes, all_accepted=False)]),
+            _span([2 * n * budget.tasks_per_step for n in sizes]),
+            _span([number * budget.tasks_per_step for number in calls]),
+            budget.num_validation,
+        )
+
+    def _log_interrupt(self) -> None:
+        log_dir = self.optimizer.log_dir
+        how = "compile with the same log_dir goes on from there" if log_dir else "give a log_dir to be able to go on"
+        logger.warning("Interrupted; state saved in %s: %s.", log_dir or "no place", how)
 
     def _best_program(self) -> Any:
         state = self.recorder.state
@@ -250,6 +275,34 @@ class _ResumedPolicy(EvaluationPolicy[Any, Any]):
     def get_valset_score(self, program_idx: Any, state: Any) -> float:
         """See `EvaluationPolicy.get_valset_score`."""
         return float(self.policy.get_valset_score(program_idx, state))
+
+
+def _evaluation_policy(policy: Any, run_dir: str | None) -> Any:
+    resumed = run_dir is not None and os.path.exists(os.path.join(run_dir, "gepa_state.bin"))
+    if not resumed or not (policy is None or policy == "full_eval" or isinstance(policy, EvaluationPolicy)):
+        return policy
+    return _ResumedPolicy(policy if isinstance(policy, EvaluationPolicy) else FullEvaluationPolicy())
+
+
+def _seed_validation(policy: Any, valset: Sequence[Any]) -> int | None:
+    """What the seed's validation costs, where the policy says so."""
+    seed_batch = getattr(policy, "get_seed_eval_batch", None)
+    return None if seed_batch is None else len(list(seed_batch(ensure_loader(valset))))
+
+
+def _span(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least} to {most}"
+
+
+def _comes_from_merge(error: BaseException) -> bool:
+    """Whether an error was raised in gepa's merge."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") == "gepa.proposer.merge":
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _join(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

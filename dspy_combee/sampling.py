@@ -5,8 +5,10 @@ Both depend on the seed and on the place in the run alone, so that a resumed run
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gepa.proposer.reflective_mutation.base import CandidateSelector
@@ -17,9 +19,12 @@ from gepa.strategies.candidate_selector import (
     ParetoCandidateSelector,
     TopKParetoCandidateSelector,
 )
+from gepa.strategies.proposal_sampling import SingleMutationSampling
 
 from dspy_combee.budget import Budget
 from dspy_combee.sizes import MinibatchSizer, SizeDecision, StepTiming
+
+logger = logging.getLogger("dspy_combee")
 
 
 class EpochSampler(BatchSampler[Any, Any]):
@@ -35,7 +40,6 @@ class EpochSampler(BatchSampler[Any, Any]):
 
     Attributes:
         decision: The size of the step under way; None before the first.
-        limit: What the budget allowed for it.
         drawn: Examples drawn so far.
     """
 
@@ -44,14 +48,13 @@ class EpochSampler(BatchSampler[Any, Any]):
         self.budget = budget
         self.seed = seed
         self.decision: SizeDecision | None = None
-        self.limit = 0
         self.drawn = 0
         self._iteration: int | None = None
         self._epoch = 0
         self._queue: list[Any] = []
 
     def next_minibatch_ids(self, loader: Any, state: Any) -> list[Any]:
-        """The ids of the next minibatch.
+        """The ids of the next minibatch; none where the step has used up what `num_epochs` allows.
 
         Raises:
             ValueError: If the trainset is empty.
@@ -59,30 +62,45 @@ class EpochSampler(BatchSampler[Any, Any]):
         ids = list(loader.all_ids())
         if not ids:
             raise ValueError("Cannot draw a minibatch from an empty trainset.")
-        if self.decision is None or state.i != self._iteration:
+        decision = self.decision
+        if decision is None or state.i != self._iteration:
             self._iteration = state.i
-            self.limit = min(len(ids), self.budget.largest_minibatch(state.total_num_evals, self.drawn))
-            self.decision = self.sizer.next_size(self.limit)
-        batch = self._draw(ids, self.decision.n)
+            limit = min(len(ids), self.budget.largest_minibatch(state.total_num_evals, self.drawn))
+            decision = self._decide(limit)
+        batch = self._draw(ids, int(min(decision.n, self.budget.num_draws - self.drawn)))
         self.drawn += len(batch)
         return batch
 
+    def _decide(self, limit: int) -> SizeDecision:
+        last, self.decision = self.decision, self.sizer.next_size(limit)
+        if last is None or self.decision.reason != last.reason:
+            logger.info("Minibatch size: %s.", self.decision.reason)
+        return self.decision
+
     def _draw(self, ids: list[Any], n: int) -> list[Any]:
         known = set(ids)
-        batch = [i for i in self._queue if i in known][:n]
-        taken = set(batch)
-        self._queue = [i for i in self._queue if i in known and i not in taken]
-        while len(batch) < n:
-            epoch = random.Random(f"{self.seed}/epoch/{self._epoch}").sample(ids, len(ids))
+        queue = [i for i in self._queue if i in known]
+        waiting = len(set(queue))
+        while waiting < n:
+            queue += random.Random(f"{self.seed}/epoch/{self._epoch}").sample(ids, len(ids))
             self._epoch += 1
-            fresh = [i for i in epoch if i not in taken][: n - len(batch)]
-            batch += fresh
-            used = set(fresh)
-            self._queue = [i for i in epoch if i not in used]
-        return batch
+            waiting = len(ids)
+        batch: dict[Any, None] = {}
+        self._queue = []
+        for i in queue:
+            if len(batch) < n and i not in batch:
+                batch[i] = None
+            else:
+                self._queue.append(i)
+        return list(batch)
+
+    def put_back(self, ids: Sequence[Any]) -> None:
+        """Take back what was drawn last and is not used: it comes first in the next minibatch."""
+        self._queue = [*ids, *self._queue]
+        self.drawn -= len(ids)
 
     def observe(self, timing: StepTiming) -> None:
-        """A step has ended; a size that the budget cut short is no measurement of the sizer's choice."""
+        """A step has ended."""
         self.sizer.observe(timing)
 
     def get_state(self) -> dict[str, Any]:
@@ -91,6 +109,7 @@ class EpochSampler(BatchSampler[Any, Any]):
             "epoch": self._epoch,
             "queue": list(self._queue),
             "drawn": self.drawn,
+            "kind": type(self.sizer).__name__,
             "sizer": self.sizer.get_state(),
         }
 
@@ -99,7 +118,43 @@ class EpochSampler(BatchSampler[Any, Any]):
         self._epoch = state["epoch"]
         self._queue = list(state["queue"])
         self.drawn = state["drawn"]
-        self.sizer.set_state(state["sizer"])
+        self._iteration = None
+        if state["kind"] == type(self.sizer).__name__:
+            self.sizer.set_state(state["sizer"])
+        else:
+            logger.info("The run goes on with another kind of reflection_minibatch_size, which starts anew.")
+
+
+class BudgetedSampling:
+    """A gepa `SamplingStrategy` that cuts the proposals of a step down to what the budget covers.
+
+    Args:
+        strategy: The strategy; None for gepa's default of one proposal.
+        budget: The budget.
+    """
+
+    def __init__(self, strategy: Any, budget: Budget) -> None:
+        self.strategy = strategy or SingleMutationSampling()
+        self.budget = budget
+
+    def sample_tasks(self, state: Any, candidate_selector: Any, batch_sampler: Any, trainset: Any) -> list[Any]:
+        """The tasks of the step that fit, each of them accepted; the last one with a smaller minibatch if need be."""
+        left = self.budget.left(state.total_num_evals)
+        fitting: list[Any] = []
+        unused: list[Any] = []
+        for task in self.strategy.sample_tasks(state, candidate_selector, batch_sampler, trainset):
+            ids = list(task.minibatch_ids)
+            size = int(max(0, min(len(ids), (left - self.budget.num_validation) // 2)))
+            unused += ids[size:]
+            if size:
+                left -= 2 * size + self.budget.num_validation
+                cut = {"minibatch_ids": ids[:size], "minibatch": list(task.minibatch)[:size]}
+                fitting.append(task if size == len(ids) else replace(task, **cut))
+        if unused:
+            logger.info("The budget does not cover %d examples of this step: they wait for the next.", len(unused))
+            if isinstance(batch_sampler, EpochSampler):
+                batch_sampler.put_back(unused)
+        return fitting
 
 
 class StepSeededSelector(CandidateSelector):

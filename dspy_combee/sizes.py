@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from dspy_combee.batch_size import PROFILE_SHARE, BatchSizeFit, PowerLawBatchSize, bounded_move
@@ -49,7 +49,16 @@ class StepTiming:
 
 
 class MinibatchSizer(Protocol):
-    """Decides the size of each step's minibatches, and is told how long the step took."""
+    """Decides the size of each step's minibatches, and is told how long the step took.
+
+    Attributes:
+        expected: The sizes of the first steps, as far as they are known before the run; the last one stands for
+            the steps beyond.
+        outlook: The same for people.
+    """
+
+    expected: tuple[int, ...]
+    outlook: str
 
     def next_size(self, limit: int) -> SizeDecision:
         """The size of the next step, at most `limit`, what the budget still allows."""
@@ -77,6 +86,8 @@ class FixedSize:
 
     def __init__(self, n: int) -> None:
         self.n = n
+        self.expected: tuple[int, ...] = (n,)
+        self.outlook = f"n = {n}"
 
     def next_size(self, limit: int) -> SizeDecision:
         """See `MinibatchSizer.next_size`."""
@@ -101,6 +112,8 @@ class ReplayedSizes:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
+        self.expected = tuple(sizes)
+        self.outlook = f"n from a list of {len(self.sizes)} sizes ({min(sizes)} to {max(sizes)})"
         self._steps = 0
 
     def next_size(self, limit: int) -> SizeDecision:
@@ -124,9 +137,20 @@ class ReplayedSizes:
 
 @dataclass
 class _Profile:
-    """What the controller knows: its progress through the plan, and the measurements."""
+    """What the controller knows.
 
-    done: int = 0
+    Attributes:
+        todo: The sizes of the profiling steps to come.
+        cold: Whether no step has been of use yet: the first one that is, is not measured.
+        num_tasks: The most proposals that a step has made.
+        rollouts: What profiling has taken.
+        current: n of the last step; 0 before the first.
+        measurements: (n, seconds for each proposal of a step).
+    """
+
+    todo: list[int]
+    num_tasks: int
+    cold: bool = True
     rollouts: int = 0
     current: int = 0
     measurements: list[tuple[int, float]] = field(default_factory=list)
@@ -138,7 +162,8 @@ class ControlledSize:
     The first steps time the planned sizes, within a quarter of the budget: the first one is cold and is not
     measured, the others are measured in turn. They are ordinary steps, whose proposals count. Then every step
     refines the fit, and n moves towards its choice by at most a factor of 2 between steps. A step that was
-    skipped, failed, answered from a cache or cut short by the budget is no measurement.
+    skipped, failed, answered from a cache or cut short by the budget is no measurement; in profiling its size is
+    tried again, and sizes in the middle are given up where that takes too much.
 
     Args:
         policy: The candidates and the rule.
@@ -152,46 +177,49 @@ class ControlledSize:
         self.num_examples = num_examples
         self.budget_rollouts = budget_rollouts
         self.plan = policy.plan(num_examples, budget_rollouts // num_tasks)
-        self._profile = _Profile()
+        self._profile = _Profile(list(self.plan.steps), num_tasks)
         self._decision: SizeDecision | None = None
-        logger.info("Minibatch size: %s.", self.plan.reason)
+        self.expected = self.plan.steps or (self.plan.fixed_size or 1,)
+        self.outlook = self.plan.reason
+        if self.plan.sizes:
+            largest = min(policy.max_minibatch_size, num_examples)
+            self.outlook += f", then n is chosen, from {self.plan.sizes[0]} to {largest}"
 
     def next_size(self, limit: int) -> SizeDecision:
         """See `MinibatchSizer.next_size`."""
-        decision = self._planned(limit) or self._chosen(limit)
-        if decision.profiling or self._decision is None or decision.reason != self._decision.reason:
-            logger.info("Minibatch size: %s.", decision.reason)
-        self._decision = decision
-        return decision
+        self._decision = self._planned(limit) or self._chosen(limit)
+        return self._decision
 
     def observe(self, timing: StepTiming) -> None:
         """See `MinibatchSizer.observe`."""
+        profile = self._profile
         profiling = self._decision is not None and self._decision.profiling
-        self._profile.current = timing.n
+        profile.current = timing.n
+        profile.num_tasks = max(profile.num_tasks, timing.num_tasks)
         if profiling:
-            self._profile.rollouts += 2 * timing.n * timing.num_tasks
+            profile.rollouts += 2 * timing.n * timing.num_tasks
         if timing.flaw:
             logger.info("A step with n = %d is no measurement: %s.", timing.n, timing.flaw)
             return
-        cold = profiling and self._profile.done == 0
         if profiling:
-            self._profile.done += 1
-        if not cold and self.plan.fixed_size is None:
-            self._profile.measurements.append((timing.n, timing.seconds / timing.num_tasks))
+            profile.todo.pop(0)
+        if not profile.cold and self.plan.fixed_size is None:
+            profile.measurements.append((timing.n, timing.seconds / timing.num_tasks))
+        profile.cold = False
 
     def _planned(self, limit: int) -> SizeDecision | None:
         """The next size to profile; None once the plan is done, or can no longer be paid for."""
-        steps = self.plan.steps
-        done = self._profile.done
-        if done >= len(steps):
+        profile = self._profile
+        left = self.budget_rollouts // PROFILE_SHARE - profile.rollouts
+        todo = _affordable(profile.todo, self.expected[0], left // (2 * profile.num_tasks), limit)
+        if todo != profile.todo:
+            logger.info("Profiling cannot go on as planned; sizes to come: %s instead of %s.", todo, profile.todo)
+            profile.todo = todo
+        if not todo:
             return None
-        n = steps[done]
-        affordable = PROFILE_SHARE * (self._profile.rollouts + 2 * n) <= self.budget_rollouts
-        if n > limit or not affordable:
-            self._profile.done = len(steps)
-            return None
-        what = "cold, not measured" if done == 0 else f"measurement {done} of {len(steps) - 1}"
-        return SizeDecision(n, f"n = {n}, profiling ({what})", profiling=True)
+        done = len(profile.measurements)
+        what = "cold, not measured" if profile.cold else f"measurement {done + 1} of {done + len(todo)}"
+        return SizeDecision(todo[0], f"n = {todo[0]}, profiling ({what})", profiling=True)
 
     def _chosen(self, limit: int) -> SizeDecision:
         if self.plan.fixed_size is not None:
@@ -204,18 +232,26 @@ class ControlledSize:
 
     def get_state(self) -> dict[str, Any]:
         """Progress and measurements."""
-        return {**vars(self._profile), "measurements": list(self._profile.measurements)}
+        return asdict(self._profile)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from the progress and measurements of another run: nothing is profiled twice."""
-        self._profile = _Profile(**{**state, "measurements": list(state["measurements"])})
+        self._profile = _Profile(**{**state, "todo": list(state["todo"]), "measurements": list(state["measurements"])})
+
+
+def _affordable(todo: list[int], smallest: int, examples: int, limit: int) -> list[int]:
+    """The sizes to come that `examples` pay for: the smallest and the largest such stay, the middle goes first."""
+    first = [n for n in todo if n == smallest]
+    others = [n for n in todo if n > smallest and n <= limit and sum(first) + n <= examples]
+    while sum(first) + sum(others) > examples:
+        del others[(len(others) - 1) // 2]
+    return first + others if others and smallest <= limit else []
 
 
 def _clamped(decision: SizeDecision, limit: int) -> SizeDecision:
     if decision.n <= limit:
         return decision
     reason = f"n = {limit}, all that the trainset and the budget allow instead of {decision.n}"
-    logger.info("Minibatch size: %s.", reason)
     return replace(decision, n=limit, reason=reason, clamped=True)
 
 

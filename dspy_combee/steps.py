@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +12,11 @@ from dspy_combee.budget import Ledger
 from dspy_combee.records import Reduction, Rollout, StepRecord, Usage
 from dspy_combee.sampling import EpochSampler
 from dspy_combee.sizes import StepTiming
+
+logger = logging.getLogger("dspy_combee")
+
+REPEATED = "the same proposal again"
+"""How the reason of a step begins whose proposal was not evaluated, because it had been before."""
 
 
 class _Task:
@@ -48,6 +55,7 @@ class StepRecorder:
         self.ledger = Ledger()
         self.batch_sizes: list[int] = []
         self.accepted_last = False
+        self._evaluations: set[tuple[str, str]] = set()
         self._minibatch = False
         self._usage = Usage()
         self.records: list[StepRecord] = []
@@ -70,19 +78,26 @@ class StepRecorder:
         self._error = ""
         self._started = self.clock()
         self._evaluated = None
+        self._minibatch = False
         self._usage = Usage()
 
     def on_evaluation_start(self, event: Any) -> None:
         """The rollouts that come are those of a minibatch, until the evaluation ends."""
         self._minibatch = True
 
-    def note_rollouts(self, rollouts: Sequence[Rollout], traced: bool) -> None:
-        """Rollouts have been made, with traces or without; only those of a minibatch are announced by GEPA."""
+    def note_rollouts(self, rollouts: Sequence[Rollout], traced: bool, cut_short: Usage) -> None:
+        """Rollouts have been made, with traces or without; only those of a minibatch are announced by GEPA.
+
+        Args:
+            rollouts: The rollouts.
+            traced: Whether they were made with traces.
+            cut_short: What others had used that were cut short and made again.
+        """
         phase = "validation"
         if traced and self._minibatch:
             phase = "profiling" if self._decision is not None and self._decision.profiling else "rollouts"
             self._usage = sum((rollout.usage for rollout in rollouts), self._usage)
-        self.ledger.add_rollouts(phase, rollouts)
+        self.ledger.add_rollouts(phase, rollouts, cut_short)
 
     def note_feedback(self, metric_calls: int) -> None:
         """The metric was asked for feedback this many times."""
@@ -156,6 +171,8 @@ class StepRecorder:
         for task in self._tasks:
             if task.scores_before is None:
                 continue
+            if task.child is not None and task.scores_after:
+                self._evaluations.add(_evaluation_key(task.child, task.minibatch_ids))
             if task.candidate is None and task.scores_after:
                 task.reason = next(rejections, "") or self._error
             elif task.candidate is None and not task.reason:
@@ -169,15 +186,25 @@ class StepRecorder:
             return
         self.batch_sizes.extend(record.n for record in records)
         if self.sampler is not None:
-            timing = StepTiming(records[0].n, len(records), records[0].seconds, self._flaw(records))
-            self.sampler.observe(timing)
+            first, num_examples = records[0], self.sampler.budget.num_examples
+            logger.info(
+                "Step %d: n = %d took %.3g s, an epoch at this speed %.3g s (%.3g s with validation).",
+                first.iteration,
+                first.n,
+                first.seconds,
+                first.epoch_seconds(num_examples),
+                first.epoch_seconds(num_examples, with_validation=True),
+            )
+            self.sampler.observe(StepTiming(first.n, len(records), first.seconds, self._flaw(records)))
 
     def _flaw(self, records: Sequence[StepRecord]) -> str:
         """Why the step's time is no measurement of its size; empty when it is one."""
         for record in records:
             if not record.scores_after:
                 return record.reason or "it made no candidate"
-        if self._decision is not None and self._decision.clamped:
+        if any(record.n != records[0].n for record in records):
+            return f"its minibatches differ in size ({', '.join(str(record.n) for record in records)})"
+        if self._decision is not None and (self._decision.clamped or records[0].n < self._decision.n):
             return "the budget cut it short"
         usage = records[0].usage
         if 2 * usage.cache_hits > usage.calls:
@@ -186,17 +213,50 @@ class StepRecorder:
 
     def get_state(self) -> dict[str, Any]:
         """What a resumed run needs to go on counting."""
-        return {"batch_sizes": list(self.batch_sizes), "spent": self.ledger.get_state()}
+        return {
+            "batch_sizes": list(self.batch_sizes),
+            "spent": self.ledger.get_state(),
+            "evaluations": sorted(self._evaluations),
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from the account of another run."""
         self.batch_sizes = list(state["batch_sizes"])
         self.ledger.set_state(state["spent"])
+        self._evaluations = set(state["evaluations"])
+
+    def repeat_of(self, scores: Any, child: dict[str, str]) -> str | None:
+        """Why a child need not be evaluated: it is a candidate already, or was evaluated on the same examples.
+
+        Args:
+            scores: The parent's scores on the minibatch (the very list of GEPA's events).
+            child: The candidate that reflection has made.
+        """
+        pool = [] if self.state is None else self.state.program_candidates
+        if child in pool:
+            return f"{REPEATED}: it is candidate {pool.index(child)}"
+        task = self._task_of(scores)
+        if task is not None and _evaluation_key(child, task.minibatch_ids) in self._evaluations:
+            return f"{REPEATED}: these examples have refused it before"
+        return None
 
     def note_reductions(
-        self, scores: Any, parent: dict[str, str], texts: dict[str, str], made: Sequence[Reduction]
+        self,
+        scores: Any,
+        parent: dict[str, str],
+        texts: dict[str, str],
+        made: Sequence[Reduction],
+        repeated: str | None = None,
     ) -> None:
-        """Reflection on the minibatch with these scores (the very list of GEPA's events) has ended."""
+        """Reflection on the minibatch with these scores (the very list of GEPA's events) has ended.
+
+        Args:
+            scores: The parent's scores.
+            parent: The parent's texts.
+            texts: The new texts; none when there is no child.
+            made: The trees.
+            repeated: Why the child is not evaluated (see `repeat_of`).
+        """
         task = self._task_of(scores)
         if task is None:
             return
@@ -206,7 +266,7 @@ class StepRecorder:
             task.child = {**parent, **texts}
         else:
             errors = [f"{reduction.component}: {reduction.error}" for reduction in made if reduction.error]
-            task.reason = "; ".join(errors) or "reflection gave no text"
+            task.reason = repeated or "; ".join(errors) or "reflection gave no text"
 
     def _task_of(self, scores: Any) -> _Task | None:
         fresh = (t for t in self._tasks if t.scores_before is scores and not t.reason and not t.reflected)
@@ -234,3 +294,12 @@ class StepRecorder:
             usage=sum((n.usage for t in self._tasks for r in t.reductions for n in r.nodes), self._usage),
             num_tasks=sum(t.scores_before is not None for t in self._tasks),
         )
+
+
+def _evaluation_key(candidate: dict[str, str], ids: Sequence[Any]) -> tuple[str, str]:
+    """Digests of a candidate and of a set of examples."""
+    return _digest(sorted(candidate.items())), _digest(sorted(map(str, ids)))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode("utf-8", "backslashreplace")).hexdigest()[:16]

@@ -10,7 +10,7 @@ from typing import Any
 from dspy.adapters.types import History
 from dspy.adapters.types.base_type import Type
 from dspy.primitives.repl_types import REPLHistory
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 # DSPy cuts user messages at these markers and reads what stands between them as content blocks. A word joiner
@@ -48,8 +48,10 @@ def as_data(value: Any) -> Any:
         return as_text(formatted) if isinstance(formatted, str) else _same_type(value)
     if isinstance(value, REPLHistory):
         return _same_type(value)
+    if isinstance(value, RootModel):
+        return as_data(value.root)
     if isinstance(value, BaseModel):
-        return as_data(dict(value))
+        return as_data(_fields(value))
     if isinstance(value, Enum):
         return as_data(value.value)
     if isinstance(value, Mapping):
@@ -66,13 +68,17 @@ def _same_type(value: Any) -> Any:
     if isinstance(value, str):
         return as_text(value)
     if isinstance(value, BaseModel):
-        fields = {name: _same_type(item) for name, item in value}
-        return value if fields == dict(value) else value.model_copy(update=fields)
+        fields = {name: _same_type(item) for name, item in _fields(value).items()}
+        return value if fields == _fields(value) else value.model_copy(update=fields)
     if isinstance(value, dict):
         return {key: _same_type(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_same_type(item) for item in value]
     return value
+
+
+def _fields(model: BaseModel) -> dict[str, Any]:
+    return {**vars(model), **(model.model_extra or {})}
 
 
 def estimate_tokens(value: Any) -> int:
