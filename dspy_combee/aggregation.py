@@ -36,6 +36,8 @@ class ReductionTask:
         rng: Source of the shuffle, this task's own.
         num_groups: k; None is floor(sqrt(n)).
         duplication_factor: p.
+        sources: For each record, the position in the minibatch of the example that it came from; empty where each
+            record has an example of its own.
     """
 
     component: str
@@ -44,6 +46,7 @@ class ReductionTask:
     rng: random.Random
     num_groups: int | None = None
     duplication_factor: int = 2
+    sources: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,16 @@ class _Tree:
         ]
 
     def reduction(self) -> Reduction:
-        return Reduction(self.task.component, self.text, tuple(self.nodes), self.k, self.p, self.error)
+        return Reduction(
+            component=self.task.component,
+            text=self.text,
+            nodes=tuple(self.nodes),
+            num_groups=self.k,
+            duplication_factor=self.p,
+            error=self.error,
+            current=self.task.current,
+            sources=self.task.sources or tuple(range(len(self.task.records))),
+        )
 
     def _call(
         self, index: int, kind: Literal["propose", "merge"], inputs: tuple[str, ...], items: list[Any]
@@ -216,9 +228,10 @@ class _Tree:
         """Split a group until the records of each part fit the token limit (one record always stands)."""
         if self.max_context_tokens is None or len(group) == 1:
             return [group]
-        if sum(estimate_tokens(record) for _, record in group) <= self.max_context_tokens:
+        parts = math.ceil(sum(estimate_tokens(record) for _, record in group) / self.max_context_tokens)
+        if parts <= 1:
             return [group]
-        return [part for half in split_evenly(group, 2) for part in self._fitting(half)]
+        return [fit for part in split_evenly(group, min(parts, len(group))) for fit in self._fitting(part)]
 
 
 def _add_proposal(proposals: list[tuple[Any, list[str]]], node: ProposalNode) -> None:

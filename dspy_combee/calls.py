@@ -41,10 +41,10 @@ _METERING = threading.Lock()
 # Errors that no second attempt can mend and that say nothing about the prompt.
 FATAL_ERRORS = (LMAuthError, LMBillingError, LMConfigurationError, LMUnsupportedModelError)
 
-# Only what a reply begins with is thinking; a tag further on is part of what it says.
 # Errors that say nothing about the prompt and may pass: the executor tries again, with back-off.
 TRANSIENT_ERRORS = (LMRateLimitError, LMTimeoutError, LMTransportError, LMLockTimeoutError)
 
+# Only what a reply begins with is thinking; a tag further on is part of what it says.
 _THINKING = re.compile(r"(?:\s*<think(?:ing)?>.*?</think(?:ing)?>)+", re.DOTALL | re.IGNORECASE)
 _OPEN_THINKING = re.compile(r"\s*<think(?:ing)?>", re.IGNORECASE)
 _OBJECT = re.compile(r'\{\s*"')
@@ -83,16 +83,18 @@ class _Listener(dspy.Module):
         return function()
 
 
-def call_lm(function: Callable[[], str], lm: Any, json_fields: Sequence[str] = ()) -> LMCallResult:
+def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | Mapping[str, type] = ()) -> LMCallResult:
     """Run `function`, which calls the LM in force, until its reply can be used, at most twice.
 
     Args:
         function: Makes the call through DSPy and returns the text it is for.
         lm: The reflection LM. The second attempt goes past DSPy's cache.
-        json_fields: Where the reply must be a JSON object: the names one of which it must hold, as text.
+        json_fields: Where the reply must be a JSON object: the names one of which it must hold, as text. Or a
+            mapping from names to types: the object must hold them all, each of its type and be it empty, and
+            `function` may return anything.
 
     Returns:
-        The text, or the error of the last attempt, with what both attempts took.
+        The text (or what `function` returned), or the error of the last attempt, with what both attempts took.
 
     Raises:
         ProviderError: If the provider refuses the call for good (authentication, billing, configuration), or, as
@@ -108,7 +110,7 @@ def call_lm(function: Callable[[], str], lm: Any, json_fields: Sequence[str] = (
             with dspy.context(lm=attempt_lm, disable_history=False, max_history_size=1000):
                 text = listener(function)
             _check_replies(listener.history, json_fields)
-            value, error = _check_text(text), None
+            value, error = text if isinstance(json_fields, Mapping) else _check_text(text), None
         except FATAL_ERRORS as fatal:
             raise ProviderError(f"The reflection LM refused the call: {shorten(str(fatal))}") from fatal
         except TRANSIENT_ERRORS as passing:
@@ -133,7 +135,9 @@ def call_lm(function: Callable[[], str], lm: Any, json_fields: Sequence[str] = (
     )
 
 
-def _cause(failure: Exception, history: Sequence[Mapping[str, Any]], json_fields: Sequence[str]) -> str:
+def _cause(
+    failure: Exception, history: Sequence[Mapping[str, Any]], json_fields: Sequence[str] | Mapping[str, type]
+) -> str:
     """Why an attempt failed: what is wrong with the raw reply, where that is wrong, tells more than the parser."""
     try:
         _check_replies(history, json_fields)
@@ -210,7 +214,7 @@ def _check_text(text: Any) -> str:
     return repair(text.strip())
 
 
-def _check_replies(history: Sequence[Mapping[str, Any]], json_fields: Sequence[str]) -> None:
+def _check_replies(history: Sequence[Mapping[str, Any]], json_fields: Sequence[str] | Mapping[str, type]) -> None:
     for entry in history:
         reasons = _CUT_OFF & _finish_reasons(entry.get("response"))
         if reasons:
@@ -221,12 +225,13 @@ def _check_replies(history: Sequence[Mapping[str, Any]], json_fields: Sequence[s
             check_reply(text, json_fields)
 
 
-def check_reply(text: str, json_fields: Sequence[str] = ()) -> None:
+def check_reply(text: str, json_fields: Sequence[str] | Mapping[str, type] = ()) -> None:
     """Refuse a raw reply that is empty, left open, or not the JSON object that was asked for.
 
     Args:
         text: The raw reply.
-        json_fields: Names one of which the JSON object must hold as a text that is not blank; none: any text.
+        json_fields: Names one of which the JSON object must hold as a text that is not blank; none: any text. Or
+            names with types: the JSON object must hold them all.
 
     Raises:
         UnusableReplyError: Saying what is wrong.
@@ -234,7 +239,10 @@ def check_reply(text: str, json_fields: Sequence[str] = ()) -> None:
     if not json_fields:
         _without_thinking(text)
         return
-    fields = json.loads(json_part(text, json_fields), strict=False)
+    fields = json.loads(json_part(text, tuple(json_fields)), strict=False)
+    if isinstance(json_fields, Mapping):
+        _check_types(fields, json_fields)
+        return
     held = [fields[name] for name in json_fields if name in fields]
     if not held:
         raise UnusableReplyError(f"the reply's JSON object has none of the fields {', '.join(json_fields)}")
@@ -242,6 +250,16 @@ def check_reply(text: str, json_fields: Sequence[str] = ()) -> None:
         raise UnusableReplyError(f"the reply's field is no text but {shorten(repr(held[0]), 80)}")
     if not repair(held[0]).strip():
         raise UnusableReplyError("the reply's field is blank")
+
+
+def _check_types(fields: Mapping[str, Any], types: Mapping[str, type]) -> None:
+    missing = [name for name in types if name not in fields]
+    if missing:
+        raise UnusableReplyError(f"the reply's JSON object has no field {', '.join(missing)}")
+    for name, kind in types.items():
+        if not isinstance(fields[name], kind):
+            given = shorten(repr(fields[name]), 80)
+            raise UnusableReplyError(f"the reply's field {name} must be a {kind.__name__}, not {given}")
 
 
 def _without_thinking(reply: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import random
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +19,12 @@ from statistics import mean
 from typing import Any
 
 import dspy
-from dspy.utils.exceptions import LMError
+from dspy.utils.exceptions import AdapterParseError, LMError
 
-from dspy_combee import CombeeError, CombeeOptimizer
+from dspy_combee import CombeeError, CombeeOptimizer, ThreadExecutor
 from dspy_combee.tasks import Task, conventions_task, finer_task, formula_task, shuffled_feedback
 from dspy_combee.testing import (
+    AnswerKey,
     CapacityLoss,
     Lesson,
     Loss,
@@ -250,15 +250,23 @@ def _learn(trial: _Trial, arm: _Arm, options: argparse.Namespace) -> _Outcome:
 
 def _accuracy(task: Task, program: Any, num_threads: int) -> tuple[float, int]:
     """Accuracy on the test examples in percent, and how many of them gave no answer."""
-    evaluate = dspy.Evaluate(
-        devset=task.testset,
-        metric=task.metric,
-        num_threads=num_threads,
-        display_progress=False,
-        max_errors=len(task.testset) + 1,
-    )
-    result = evaluate(program)
-    return float(result.score), sum(not prediction.keys() for _, prediction, _ in result.results)
+    scores = ThreadExecutor(num_threads).map(_Examiner(task, program), task.testset)
+    return 100 * mean(score or 0.0 for score in scores), scores.count(None)
+
+
+@dataclass(frozen=True)
+class _Examiner:
+    """Scores the program on an example; None where the reply cannot be parsed. Other errors are not its fault."""
+
+    task: Task
+    program: Any
+
+    def __call__(self, example: dspy.Example) -> float | None:
+        try:
+            prediction = self.program(**example.inputs())
+        except AdapterParseError:
+            return None
+        return float(self.task.metric(example, prediction).score)
 
 
 def _explain(outcome: _Outcome, seed: int) -> None:
@@ -294,34 +302,16 @@ def _percent(scores: Sequence[float]) -> str:
 # The simulated run ------------------------------------------------------------------------------------------
 
 
-class _AnswerKey:
-    """The solver of a simulated student for the real files.
-
-    It has the right answers, and gives one where its instruction states the convention that goes with it (one
-    that true feedback states; a shuffled one is of no use), else with the probability `BASE_ABILITY`.
-    """
-
-    def __init__(self, task: Task, seed: int) -> None:
-        self.seed = seed
-        self.parts: dict[str, list[tuple[str, str]]] = {}
-        self.true: set[Lesson] = set()
-        for example in (*task.trainset, *task.valset, *task.testset):
-            lessons = find_lessons(task.metric(example, dspy.Prediction(answer="")).feedback)
-            answers = [answer.strip() for answer in example.target.split(",")]
-            topics = answers if len(answers) > 1 else [lesson.topic for lesson in lessons[:1]]
-            self.parts[example.context.strip()] = list(zip(topics, answers, strict=False))
-            self.true.update(lessons)
-
-    def __call__(self, question: str, lessons: Mapping[str, str]) -> str:
-        context = question.split("[[ ## context ## ]]\n", 1)[-1].rpartition("\n\nRespond with ")[0].strip()
-        return ", ".join(self._answers(context, lessons))
-
-    def _answers(self, context: str, lessons: Mapping[str, str]) -> Iterator[str]:
-        rng = random.Random(f"{self.seed}/{context}")
-        for topic, answer in self.parts.get(context, []):
-            known_anyway = rng.random() < BASE_ABILITY
-            taught = Lesson(topic, lessons.get(topic, "")) in self.true
-            yield answer if taught or known_anyway else "unknown"
+def _answer_key(task: Task, seed: int) -> AnswerKey:
+    known: dict[str, list[tuple[str, str]]] = {}
+    true: set[Lesson] = set()
+    for example in (*task.trainset, *task.valset, *task.testset):
+        lessons = find_lessons(task.metric(example, dspy.Prediction(answer="")).feedback)
+        answers = [answer.strip() for answer in example.target.split(",")]
+        topics = answers if len(answers) > 1 else [lesson.topic for lesson in lessons]
+        known[example.context] = list(zip(topics, answers, strict=True))
+        true.update(lessons)
+    return AnswerKey("context", known, frozenset(true), BASE_ABILITY, seed)
 
 
 def _simulated(options: argparse.Namespace) -> _Demo:
@@ -346,7 +336,7 @@ def _simulated(options: argparse.Namespace) -> _Demo:
 
 
 def _simulated_trial(task: Task, seed: int, loss: Loss | None) -> _Trial:
-    solver: Solver = read_code if task.name == "house conventions" else _AnswerKey(task, seed)
+    solver: Solver = read_code if task.name == "house conventions" else _answer_key(task, seed)
     example = task.trainset[0]
     record = f"{example.inputs().toDict()}{task.metric(example, dspy.Prediction()).feedback}"
     fitted = PowerLoss(one_record_tokens=count_tokens(record) + 100)  # the rest of the message: about 100 tokens

@@ -211,7 +211,7 @@ class _Job:
             if self.deadline is not None:
                 self.outcomes.put(None)  # There is a new deadline to watch.
             try:
-                outcome = _Outcome(index, self.contexts[index].run(self.function, self.items[index]))
+                outcome = _Outcome(index, self.contexts[index].copy().run(self.function, self.items[index]))
             except BaseException as error:
                 outcome = _Outcome(index, error=error)
             self.attempts[index] += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import dspy
@@ -18,6 +18,7 @@ from dspy_combee.aggregation import Aggregator, resolve_aggregator
 from dspy_combee.batch_size import PowerLawBatchSize
 from dspy_combee.executors import Executor, ThreadExecutor
 from dspy_combee.proposer import CombeeProposer
+from dspy_combee.records import StepRecord
 from dspy_combee.run import Run
 from dspy_combee.sizes import check_minibatch_size
 
@@ -85,6 +86,9 @@ class CombeeOptimizer(dspy.GEPA):
         rollout_timeout: Seconds that one rollout may take; one that takes longer has failed. Default: no limit.
         reflection_timeout: Seconds that one reflection call may take; one that takes longer has failed, and is not
             made again. Default: no limit.
+        step_callbacks: Callables that take each `StepRecord` as its step ends. One that raises is logged, and the
+            run goes on. (GEPA's own callback objects go through `gepa_kwargs["callbacks"]`.)
+        verbose: Whether to show the progress line, in a terminal or a notebook.
 
     Raises:
         AssertionError: As in `dspy.GEPA`: not exactly one budget; no reflection LM; `track_best_outputs` alone.
@@ -130,6 +134,8 @@ class CombeeOptimizer(dspy.GEPA):
         max_reflection_cost: float | None = None,
         rollout_timeout: float | None = None,
         reflection_timeout: float | None = None,
+        step_callbacks: Sequence[Callable[[StepRecord], Any]] = (),
+        verbose: bool = True,
     ) -> None:
         if num_epochs is not None:
             _check_positive("num_epochs", num_epochs)
@@ -177,6 +183,8 @@ class CombeeOptimizer(dspy.GEPA):
         for name, seconds in (("rollout_timeout", rollout_timeout), ("reflection_timeout", reflection_timeout)):
             if seconds is not None:
                 _check_positive(name, seconds)
+        self.step_callbacks = _check_callbacks(step_callbacks)
+        self.verbose = verbose
         self.rollout_timeout = rollout_timeout
         self.reflection_timeout = reflection_timeout
         self.duplication_factor = duplication_factor
@@ -287,3 +295,12 @@ def _check_priced(reflection_lm: Any) -> None:
             f"({type(engine).__name__}), for which DSPy reports no cost. Use a model with a known price, or remove "
             "max_reflection_cost."
         )
+
+
+def _check_callbacks(callbacks: Any) -> tuple[Callable[[StepRecord], Any], ...]:
+    if callable(callbacks) or isinstance(callbacks, str):
+        raise TypeError(f"step_callbacks must be a sequence of callables, got {callbacks!r}.")
+    for callback in callbacks:
+        if not callable(callback):
+            raise TypeError(f"step_callbacks must hold callables that take a StepRecord, got {callback!r}.")
+    return tuple(callbacks)

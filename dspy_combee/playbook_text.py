@@ -184,9 +184,10 @@ def _unescape(line: str) -> str:
 
 
 def _has_meaning(line: str) -> bool:
-    """Whether a reader could take the line for something else than text."""
+    """Whether a reader could take the line for something else than text; a blank one is never written as text."""
     return bool(
-        line.startswith((_INDENT, BEGIN, END))
+        line.startswith((BEGIN, END))
+        or (line.startswith(_INDENT) and line.strip())
         or _HEADER.fullmatch(line)
         or _NOTE.fullmatch(line)
         or read_bullet_line(line)

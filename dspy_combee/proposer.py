@@ -219,6 +219,7 @@ class CombeeProposer(InstructionProposer):
             rng=rng,
             num_groups=self.num_groups,
             duplication_factor=self.duplication_factor,
+            sources=tuple(getattr(record, "source", index) for index, record in enumerate(records)),
         )
 
     def _account(self, reductions: Sequence[Reduction]) -> None:

@@ -188,6 +188,8 @@ class Reduction:
         num_groups: The groups of level 1 (k).
         duplication_factor: How often each record was used (the effective p).
         error: Why there is no proposal.
+        current: The component's text before.
+        sources: For each record, the position in the minibatch of the example that it came from.
     """
 
     component: str
@@ -196,6 +198,8 @@ class Reduction:
     num_groups: int
     duplication_factor: int
     error: str | None = None
+    current: str = ""
+    sources: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -222,6 +226,11 @@ class StepRecord:
         fit: The controller's fit that chose the size; None where none did.
         usage: What the step's language-model calls took, validation not counted.
         num_tasks: Proposals that were made in the same iteration, which share its time.
+        phase_seconds: The time of the step by phase: `rollouts`, `reflection`, `validation`.
+        metric_calls: Scoring calls of the run, this step's included.
+        elapsed: Seconds from the start of the run (of this process) to the end of the step.
+        validation_score: The child's mean score on the validation examples; None when it is not in the pool.
+        best_score: The best such score of the pool after the step.
     """
 
     iteration: int
@@ -243,6 +252,11 @@ class StepRecord:
     fit: Any = None
     usage: Usage = Usage()
     num_tasks: int = 1
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    metric_calls: int = 0
+    elapsed: float = 0.0
+    validation_score: float | None = None
+    best_score: float | None = None
 
     def epoch_seconds(self, num_examples: int, with_validation: bool = False) -> float:
         """T_epoch(n) = d(n) * N / n at this step's speed (paper, section 3.3).

@@ -9,6 +9,7 @@ import dspy
 from dspy.teleprompt.gepa.gepa import DspyGEPAResult
 
 from dspy_combee.batch_size import BatchSizeFit
+from dspy_combee.provenance import Provenance, trace_back
 from dspy_combee.records import Spent, StepRecord
 from dspy_combee.steps import REPEATED, StepRecorder
 
@@ -18,7 +19,7 @@ class CombeeResult(DspyGEPAResult):
     """`dspy.GEPA`'s detailed results, with an account of each step.
 
     Attributes:
-        steps: The steps that this process ran, in order.
+        steps: The steps of the run, in order; after a resume without `log_dir`'s `steps.jsonl`, those since.
         batch_sizes: n of each step of the run, those before a resume included. Given as
             `reflection_minibatch_size` it replays the run.
         spent: What the run has spent, by phase.
@@ -27,6 +28,22 @@ class CombeeResult(DspyGEPAResult):
     steps: tuple[StepRecord, ...] = ()
     batch_sizes: tuple[int, ...] = ()
     spent: Spent = field(default_factory=Spent)
+
+    def provenance(self, component: str) -> list[Provenance]:
+        """The rewrites that led to a component's text in the best candidate, the last one first.
+
+        Each says which examples' records fed it, and which reached no call that led to it.
+
+        Args:
+            component: Name of a component.
+
+        Raises:
+            ValueError: If the program has no component of that name.
+        """
+        components = self._candidate_components(self.best_candidate)
+        if component not in components:
+            raise ValueError(f"There is no component {component!r}; there are {sorted(components)}.")
+        return trace_back(self.steps, self.best_idx, component)
 
     @property
     def repeated_proposals(self) -> int:

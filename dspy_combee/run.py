@@ -21,13 +21,15 @@ from dspy_combee.batch_size import PowerLawBatchSize
 from dspy_combee.budget import Budget, CostGuard, tasks_per_step
 from dspy_combee.calls import UsageMeter
 from dspy_combee.executors import ThreadExecutor
-from dspy_combee.records import Spent
+from dspy_combee.progress import ProgressLine
+from dspy_combee.records import Rollout, Spent, StepRecord, Usage
 from dspy_combee.reflection import RunReflection
 from dspy_combee.result import CombeeResult
 from dspy_combee.rollout import Scorer
 from dspy_combee.sampling import BudgetedSampling, EpochSampler, resolve_selector
 from dspy_combee.shuffle import default_num_groups
 from dspy_combee.sizes import resolve_sizer
+from dspy_combee.step_log import StepLog
 from dspy_combee.steps import StepRecorder
 
 logger = logging.getLogger("dspy_combee")
@@ -62,7 +64,9 @@ class Run:
         self.sampler = self._make_sampler()
         size = optimizer.reflection_minibatch_size
         clock = (size if isinstance(size, PowerLawBatchSize) else PowerLawBatchSize()).clock
-        self.recorder = StepRecorder(self.sampler, clock)
+        self.step_log = StepLog(optimizer.log_dir) if optimizer.log_dir is not None else None
+        self.progress = ProgressLine(self._total_rollouts(), optimizer.verbose)
+        self.recorder = StepRecorder(self.sampler, clock, [self._show, *optimizer.step_callbacks], self.step_log)
         self.adapter = CombeeAdapter(
             student,
             Scorer(optimizer.metric_fn, optimizer.failure_score, optimizer.perfect_score),
@@ -71,7 +75,7 @@ class Run:
             warn_on_score_mismatch=optimizer.warn_on_score_mismatch,
             reflection_lm=optimizer.reflection_lm,
             code_proposer=optimizer.custom_code_proposer,
-            observer=self.recorder,
+            observer=self,
             rollout_timeout=optimizer.rollout_timeout,
         )
         self.adapter.saved_parts["steps"] = self.recorder
@@ -92,13 +96,17 @@ class Run:
             The program, with `detailed_results` when the optimizer tracks stats.
         """
         self._log_plan()
+        if self.step_log is not None and not _has_state(self.optimizer.log_dir):
+            self.step_log.resume(0)
         try:
             result = self._search()
         except BaseException as error:
+            self.progress.close(finished=False)
             error.best_program = self._best_program()  # type: ignore[attr-defined]
             if isinstance(error, KeyboardInterrupt):
                 self._log_interrupt()
             raise
+        self.progress.close(finished=True)
         program = self.adapter.build_program(result.candidates[result.best_idx])
         spent = self.spent
         logger.info(
@@ -114,6 +122,29 @@ class Run:
         if self.optimizer.track_stats:
             program.detailed_results = CombeeResult.from_run(result, self.adapter, self.recorder, spent)
         return program
+
+    def note_rollouts(self, rollouts: Sequence[Rollout], traced: bool, cut_short: Usage) -> None:
+        """See `RolloutObserver`."""
+        self.recorder.note_rollouts(rollouts, traced, cut_short)
+        self.progress.advance(len(rollouts))
+
+    def note_feedback(self, metric_calls: int) -> None:
+        """See `RolloutObserver`."""
+        self.recorder.note_feedback(metric_calls)
+
+    def _total_rollouts(self) -> int | None:
+        budget = self.budget
+        return budget.minibatch_rollouts if budget.max_metric_calls is None else budget.max_metric_calls
+
+    def _show(self, step: StepRecord) -> None:
+        usage = self.reflection.proposer.meter.usage
+        self.progress.show(
+            step=len(self.recorder.batch_sizes),
+            n=step.n,
+            best=step.best_score,
+            reflections=usage.calls,
+            dollars=usage.cost or None,
+        )
 
     def _search(self) -> Any:
         """Run gepa's search; where gepa's merge fails, it goes on without merge from the last saved step."""
@@ -277,9 +308,12 @@ class _ResumedPolicy(EvaluationPolicy[Any, Any]):
         return float(self.policy.get_valset_score(program_idx, state))
 
 
+def _has_state(run_dir: str | None) -> bool:
+    return run_dir is not None and os.path.exists(os.path.join(run_dir, "gepa_state.bin"))
+
+
 def _evaluation_policy(policy: Any, run_dir: str | None) -> Any:
-    resumed = run_dir is not None and os.path.exists(os.path.join(run_dir, "gepa_state.bin"))
-    if not resumed or not (policy is None or policy == "full_eval" or isinstance(policy, EvaluationPolicy)):
+    if not _has_state(run_dir) or not (policy is None or policy == "full_eval" or isinstance(policy, EvaluationPolicy)):
         return policy
     return _ResumedPolicy(policy if isinstance(policy, EvaluationPolicy) else FullEvaluationPolicy())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -97,6 +97,45 @@ def read_code(question: str, lessons: Mapping[str, str]) -> str:
     text = lessons[max(topics, key=len)] if topics else question
     code = _CODE.search(text)
     return code.group() if code else "unknown"
+
+
+class AnswerKey:
+    """A solver for questions that a simulation cannot work out: it has the right answers.
+
+    It gives one where the instruction states the lesson that goes with it, word for word as true feedback states
+    it, else with the probability `base_ability`, drawn for each part of each question.
+
+    Args:
+        field: The input field that holds the question.
+        known: For each question its parts: the topic of the lesson that it takes, and the right answer.
+        true: The lessons that are right.
+        base_ability: Probability of knowing a part anyway.
+        seed: Seed of the draws.
+    """
+
+    def __init__(
+        self,
+        field: str,
+        known: Mapping[str, Sequence[tuple[str, str]]],
+        true: frozenset[Lesson],
+        base_ability: float,
+        seed: int = 0,
+    ) -> None:
+        self.marker = f"[[ ## {field} ## ]]\n"
+        self.known = {question.strip(): parts for question, parts in known.items()}
+        self.true = true
+        self.base_ability = base_ability
+        self.seed = seed
+
+    def __call__(self, question: str, lessons: Mapping[str, str]) -> str:
+        asked = question.partition(self.marker)[2].rpartition("\n\nRespond with ")[0].strip()
+        rng = random.Random(f"{self.seed}/{asked}")
+        answers = []
+        for topic, answer in self.known.get(asked, ()):
+            known_anyway = rng.random() < self.base_ability
+            taught = Lesson(topic, lessons.get(topic, "")) in self.true
+            answers.append(answer if taught or known_anyway else "unknown")
+        return ", ".join(answers) or "unknown"
 
 
 class Role(Protocol):

@@ -12,6 +12,7 @@ from dspy_combee.budget import Ledger
 from dspy_combee.records import Reduction, Rollout, StepRecord, Usage
 from dspy_combee.sampling import EpochSampler
 from dspy_combee.sizes import StepTiming
+from dspy_combee.step_log import StepLog
 
 logger = logging.getLogger("dspy_combee")
 
@@ -46,12 +47,24 @@ class StepRecorder:
 
     Args:
         sampler: The run's sampler, which is told how long each step took; None where the user gave one.
-        clock: Gives seconds.
+        clock: Gives the seconds by which the controller goes.
+        listeners: Called with each step when it has ended.
+        log: Holds the steps on disk, for a resumed run.
     """
 
-    def __init__(self, sampler: EpochSampler | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        sampler: EpochSampler | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        listeners: Sequence[Callable[[StepRecord], Any]] = (),
+        log: StepLog | None = None,
+    ) -> None:
+        self.log = log
         self.sampler = sampler
         self.clock = clock
+        self.listeners = listeners
+        self._run_started = self._marked = time.monotonic()
+        self._phases: dict[str, float] = {}
         self.ledger = Ledger()
         self.batch_sizes: list[int] = []
         self.accepted_last = False
@@ -63,6 +76,7 @@ class StepRecorder:
         self.iteration = 0
         self._tasks: list[_Task] = []
         self._entered: dict[int, dict[str, str]] = {}
+        self._scores: dict[int, float] = {}
         self._rejections: list[str] = []
         self._error = ""
         self._started = 0.0
@@ -80,10 +94,20 @@ class StepRecorder:
         self._evaluated = None
         self._minibatch = False
         self._usage = Usage()
+        self._phases = {}
+        self._marked = time.monotonic()
 
     def on_evaluation_start(self, event: Any) -> None:
         """The rollouts that come are those of a minibatch, until the evaluation ends."""
         self._minibatch = True
+        if event["candidate_idx"] is None:
+            self._mark("reflection")
+
+    def _mark(self, phase: str) -> None:
+        """The time since the last mark was this phase's."""
+        now = time.monotonic()
+        self._phases[phase] = self._phases.get(phase, 0.0) + now - self._marked
+        self._marked = now
 
     def note_rollouts(self, rollouts: Sequence[Rollout], traced: bool, cut_short: Usage) -> None:
         """Rollouts have been made, with traces or without; only those of a minibatch are announced by GEPA.
@@ -118,6 +142,7 @@ class StepRecorder:
     def on_evaluation_end(self, event: Any) -> None:
         """A parent or a child has been run on its minibatch, in the order of the proposals."""
         self._minibatch = False
+        self._mark("rollouts")
         if event["candidate_idx"] is not None:
             task = next((t for t in self._tasks if t.scores_before is None), None)
             if task is not None:
@@ -137,6 +162,7 @@ class StepRecorder:
     def on_valset_evaluated(self, event: Any) -> None:
         """A child has entered the pool; `on_candidate_accepted` follows."""
         self._entered[event["candidate_idx"]] = event["candidate"]
+        self._scores[event["candidate_idx"]] = event["average_score"]
 
     def on_candidate_accepted(self, event: Any) -> None:
         """The child with this minibatch score has entered the pool."""
@@ -166,6 +192,7 @@ class StepRecorder:
         """The step is over: its records are made."""
         ended = self.clock()
         evaluated = ended if self._evaluated is None else self._evaluated
+        self._mark("validation" if self._entered else "reflection")
         made = len(self.records)
         rejections = iter(self._rejections)
         for task in self._tasks:
@@ -185,6 +212,8 @@ class StepRecorder:
         if not records:
             return
         self.batch_sizes.extend(record.n for record in records)
+        for record in records:
+            self._tell(record)
         if self.sampler is not None:
             first, num_examples = records[0], self.sampler.budget.num_examples
             logger.info(
@@ -196,6 +225,14 @@ class StepRecorder:
                 first.epoch_seconds(num_examples, with_validation=True),
             )
             self.sampler.observe(StepTiming(first.n, len(records), first.seconds, self._flaw(records)))
+
+    def _tell(self, record: StepRecord) -> None:
+        """Tell the listeners; one that fails does not end a run that has been paid for."""
+        for listener in (*([self.log.append] if self.log is not None else []), *self.listeners):
+            try:
+                listener(record)
+            except Exception:
+                logger.warning("A step callback raised an error; the run goes on.", exc_info=True)
 
     def _flaw(self, records: Sequence[StepRecord]) -> str:
         """Why the step's time is no measurement of its size; empty when it is one."""
@@ -217,6 +254,7 @@ class StepRecorder:
             "batch_sizes": list(self.batch_sizes),
             "spent": self.ledger.get_state(),
             "evaluations": sorted(self._evaluations),
+            "iteration": self.iteration,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -224,6 +262,8 @@ class StepRecorder:
         self.batch_sizes = list(state["batch_sizes"])
         self.ledger.set_state(state["spent"])
         self._evaluations = set(state["evaluations"])
+        if self.log is not None:
+            self.records = self.log.resume(state["iteration"] + 1)
 
     def repeat_of(self, scores: Any, child: dict[str, str]) -> str | None:
         """Why a child need not be evaluated: it is a candidate already, or was evaluated on the same examples.
@@ -293,6 +333,11 @@ class StepRecorder:
             fit=None if self._decision is None else self._decision.fit,
             usage=sum((n.usage for t in self._tasks for r in t.reductions for n in r.nodes), self._usage),
             num_tasks=sum(t.scores_before is not None for t in self._tasks),
+            phase_seconds=dict(self._phases),
+            metric_calls=self.state.total_num_evals,
+            elapsed=time.monotonic() - self._run_started,
+            validation_score=None if task.candidate is None else self._scores.get(task.candidate),
+            best_score=max(self.state.program_full_scores_val_set, default=None),
         )
 
 

@@ -17,6 +17,7 @@ from dspy.utils.exceptions import LMError
 
 from dspy_combee.fake_engine import Call, FakeEngine, FakeLM, Prompt, Reply, Tally, count_tokens
 from dspy_combee.simulation import (
+    AnswerKey,
     CapacityLoss,
     Lesson,
     Loss,
@@ -31,6 +32,7 @@ from dspy_combee.simulation import (
 )
 
 __all__ = [
+    "AnswerKey",
     "Call",
     "CapacityLoss",
     "Lesson",

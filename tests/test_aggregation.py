@@ -285,6 +285,18 @@ def test_a_group_over_the_token_limit_is_split():
     assert reduction.text == reduction.nodes[-1].output
 
 
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 100))
+def test_no_group_is_over_the_token_limit_but_one_record_always_stands(sizes, limit):
+    a_task = ReductionTask("c", "now", ["x" * 4 * size for size in sizes], random.Random(0))
+    _, calls = reduce_one(TreeAggregator(max_context_tokens=limit), a_task)
+    for call in calls.of("propose"):
+        assert call.items
+        assert len(call.items) == 1 or sum(map(estimate_tokens, call.items)) <= limit
+    counts = Counter(i for call in calls.of("propose") for i in call.inputs)
+    assert len(counts) == len(sizes)
+    assert len(set(counts.values())) == 1
+
+
 def test_groups_within_the_token_limit_stay_whole():
     _, calls = reduce_one(TreeAggregator(max_context_tokens=10_000), task(16))
     assert calls.per_level() == {"1": 4, "2": 1}

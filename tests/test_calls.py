@@ -3,7 +3,7 @@ import json
 import dspy
 import pytest
 from dspy.adapters.json_adapter import JSONAdapter
-from dspy.lm15 import AuthError, Message, Response, ServerError, TextPart, ThinkingPart, Usage
+from dspy.lm15 import AuthError, Message, RateLimitError, Response, ServerError, TextPart, ThinkingPart, Usage
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -248,17 +248,26 @@ def test_a_function_that_gives_no_usable_text_is_called_twice(value):
 
 
 def test_an_lm_that_always_fails_is_reached_exactly_twice():
-    lm = ScriptedLM(default=ServerError("broken down"))
+    lm = ScriptedLM(default=ServerError("overloaded"))
     result = call_lm(propose, lm, FIELDS)
     assert result.value is None
-    assert "broken down" in result.error
+    assert "overloaded" in result.error
     assert (len(lm.calls), result.usage.calls, result.usage.cost) == (2, 2, 0.0)
 
 
 def test_an_error_and_then_a_good_reply():
-    lm = ScriptedLM([("", [ServerError("reset"), GOOD_JSON])])
+    lm = ScriptedLM([("", [ServerError("overloaded"), GOOD_JSON])])
     result = call_lm(propose, lm, FIELDS)
     assert (result.value, result.error, result.usage.calls) == (GOOD, None, 2)
+
+
+@pytest.mark.parametrize("failure", [RateLimitError("slow down"), ConnectionError("refused"), TimeoutError("no reply")])
+def test_what_may_pass_is_left_to_the_executor(failure):
+    lm = ScriptedLM(default=failure)
+    with pytest.raises(ProviderError, match=str(failure)) as caught:
+        call_lm(propose, lm, FIELDS)
+    assert caught.value.transient
+    assert len(lm.calls) == 1
 
 
 def test_a_refused_key_is_no_bad_reply_and_is_not_tried_again():

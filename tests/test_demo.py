@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import os
@@ -12,11 +14,13 @@ import sys
 
 import dspy
 import pytest
+from dspy import lm15
 
 from dspy_combee import demo
 from dspy_combee.__main__ import main
 from dspy_combee.testing import SimulatedLM
 
+from .openai_server import Reply
 from .test_tasks import DATA, finer_row, formula_row, needs_data, write
 
 
@@ -34,36 +38,31 @@ def two_seeds(monkeypatch):
     monkeypatch.setattr(demo, "SIMULATED_SEEDS", 2)
 
 
+@pytest.fixture(scope="module")
+def simulated_run(tmp_path_factory):
+    """What the default demo prints, and the file it saves to."""
+    path = tmp_path_factory.mktemp("demo") / "program.json"
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(demo, "SIMULATED_SEEDS", 2)
+        assert main(["demo", "--save", str(path)]) == 0
+    return printed.getvalue(), path
+
+
 class TestSimulated:
-    @pytest.fixture(scope="class")
-    def output(self, tmp_path_factory):
-        path = tmp_path_factory.mktemp("demo") / "program.json"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(demo, "SIMULATED_SEEDS", 2)
-            run = subprocess.run(
-                [sys.executable, "-m", "dspy_combee", "demo", "--save", str(path)],
-                capture_output=True,
-                text=True,
-                timeout=60,
-                check=False,
-            )
-        assert run.returncode == 0, run.stderr
-        assert run.stderr == ""
-        return run.stdout, path
+    def test_says_so_first(self, simulated_run):
+        assert simulated_run[0].startswith("SIMULATED: no language model is called.")
 
-    def test_says_so_first(self, output):
-        assert output[0].startswith("SIMULATED: no language model is called.")
-
-    def test_learns_and_the_control_does_not(self, output):
-        rows = accuracies(output[0])
+    def test_learns_and_the_control_does_not(self, simulated_run):
+        rows = accuracies(simulated_run[0])
         ((before, after), _) = rows["Combee"]
         assert after >= before + 20
         ((before, after),) = rows["control: Combee, shuffled feedback"]
         assert after <= before + 2
         assert len(rows["one flat reflection call"]) == 2  # once for each loss
 
-    def test_shows_instruction_steps_calls_and_tokens(self, output):
-        text = output[0]
+    def test_shows_instruction_steps_calls_and_tokens(self, simulated_run):
+        text = simulated_run[0]
         assert re.search(r"step 1: n=40, k=6, minibatch \d+% -> \d+%, (not )?accepted", text)
         assert re.search(r"simulated/student: \d+ calls, [\d,]+ tokens in, [\d,]+ out", text)
         assert re.search(r"simulated/reflection: \d+ calls", text)
@@ -71,8 +70,8 @@ class TestSimulated:
             r"Learned instruction of self:\n  Give the posting code(.|\n)*- Convention [A-Z ]+: post to", text
         )
 
-    def test_the_saved_program_is_the_one_shown(self, output):
-        text, path = output
+    def test_the_saved_program_is_the_one_shown(self, simulated_run):
+        text, path = simulated_run
         program = dspy.Predict("invoice -> code")
         program.load(path)
         for line in program.signature.instructions.splitlines():
@@ -132,6 +131,49 @@ class TestRealModel:
         assert len(accuracies(output)) == 3
         assert self.asked == [("some/model", None), ("other/model", None)]
         assert re.search(r"other/model: \d+ calls", output)
+
+
+class TestOverHTTP:
+    """The simulated LM behind a real server, reached as any provider is."""
+
+    @pytest.fixture(autouse=True)
+    def key(self, openai_server, monkeypatch):
+        monkeypatch.setenv("OPENAI_API_KEY", openai_server.api_key)
+        self.options = ["--model", "openai/m", "--api-base", openai_server.api_base, "--budget", "200"]
+
+    def test_a_run(self, openai_server, capsys):
+        openai_server.handler = Relay()
+        assert main(["demo", *self.options]) == 0
+        output = capsys.readouterr().out
+        ((before, after),) = accuracies(output)["Combee"]
+        assert after > before
+        assert re.search(r"openai/m: \d+ calls, [\d,]+ tokens in", output)
+
+    @pytest.mark.parametrize("healthy_calls", [0, 60, 150])
+    def test_a_key_that_is_refused_is_one_line(self, healthy_calls, openai_server, capsys):
+        openai_server.handler = Relay(healthy_calls)
+        assert main(["demo", *self.options]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1
+        assert "no longer valid" in error
+
+
+class Relay:
+    """Answers with a simulated LM; after `healthy_calls` the key is refused."""
+
+    def __init__(self, healthy_calls=10_000):
+        self.engine = SimulatedLM().engine
+        self.left = healthy_calls
+
+    def __call__(self, body):
+        self.left -= 1
+        if self.left < 0:
+            return Reply("this key is no longer valid", status=401)
+        texts = [message["content"] for message in body["messages"]]
+        messages = tuple(lm15.Message.user(text) for text in texts[1:] or texts)
+        request = lm15.Request("m", messages, system=texts[0] if texts[1:] else None)
+        return self.engine.complete(request).text
 
 
 @pytest.fixture(scope="module")
@@ -238,10 +280,16 @@ class TestErrors:
             main(["demo", "--help"])
         assert caught.value.code == 0
         text = capsys.readouterr().out
-        options = (
-            "data task model reflection-model api-base num-threads minibatch-size budget seed save compare".split()
-        )
-        for option in options:
+        for option in (
+            "data",
+            "task",
+            "model",
+            "reflection-model",
+            "api-base",
+            "num-threads",
+            "minibatch-size",
+            "save",
+        ):
             assert re.search(rf"^  --{option}\b.*?(\n {{10,}}| {{2,}})\w", text, re.MULTILINE), option
 
 

@@ -125,9 +125,6 @@ def outcome(cls, options, call):
 
 
 WRONG_CALLS = {
-    "no budget": ({"_budget": False}, {}),
-    "two budgets": ({"auto": "light", "max_metric_calls": 5}, {}),
-    "three budgets": ({"auto": "light", "max_metric_calls": 5, "max_full_evals": 1}, {}),
     "auto unknown": ({"auto": "tiny"}, {}),
     "no reflection_lm": ({"reflection_lm": None}, {}),
     "metric takes three": ({"metric": lambda gold, pred, trace=None: 1.0}, {}),
@@ -161,6 +158,22 @@ def test_a_wrong_call_raises_what_dspy_gepa_raises(options, call):
     theirs = outcome(dspy.GEPA, dict(options), call)
     assert theirs is not None, "dspy.GEPA has come to accept this call"
     assert outcome(CombeeOptimizer, dict(options), call) == theirs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"_budget": False},
+        {"auto": "light", "max_metric_calls": 5},
+        {"auto": "light", "max_metric_calls": 5, "max_full_evals": 1},
+    ],
+    ids=str,
+)
+def test_a_wrong_number_of_budgets_raises_what_dspy_gepa_raises_and_names_ours(options):
+    theirs, ours = outcome(dspy.GEPA, dict(options), {}), outcome(CombeeOptimizer, dict(options), {})
+    assert ours[0] is theirs[0] is AssertionError
+    assert ours[1].startswith(theirs[1])
+    assert "num_epochs" in ours[1]
 
 
 @pytest.mark.parametrize("name", ["seed", "adapter", "trainset", "perfect_score", "run_dir", "raise_on_exception"])
@@ -378,6 +391,19 @@ def test_an_instruction_proposer_needs_no_reflection_lm_as_in_dspy_gepa():
     assert len(rules_in(instruction(program))) == 6
 
 
+def test_an_instruction_proposer_function_sees_the_whole_candidate_as_from_dspy_gepa():
+    seen = []
+
+    def proposer(candidate, reflective_dataset, components_to_update):
+        seen.append((set(candidate), components_to_update))
+        return {name: f"{candidate[name]} Once more." for name in components_to_update}
+
+    learn(learning_lm(), Chain(), instruction_proposer=proposer, max_metric_calls=24)
+    assert seen
+    assert all(names == {"first", "second"} for names, _ in seen)
+    assert all(updated == ["first"] for _, updated in seen)
+
+
 def test_skills_and_base_instructions_of_an_instruction_proposer_reach_the_level_1_calls():
     lm = learning_lm()
     proposer = InstructionProposer(skills="Skill: count\nin dozens.", base_instructions="Rewrite it in verse.")
@@ -438,6 +464,40 @@ def test_a_combee_proposer_reflects_with_its_own_lm():
     learn(lm, instruction_proposer=CombeeProposer(reflection_lm=own), max_metric_calls=24)
     assert [is_reflection(call.prompt) for call in own.calls] == [True] * 3
     assert not any(is_reflection(call.prompt) for call in lm.calls)
+
+
+class WithCode(dspy.Module):
+    """A predictor, and a `dspy.Flex` whose source holds rules too."""
+
+    def __init__(self):
+        super().__init__()
+        self.say = dspy.Predict("question -> hint")
+        self.code = dspy.Flex("question -> answer")
+
+    def forward(self, question):
+        known = f"rule-answer-{question.split()[-1]}" in rules_in(self.code.module_src)
+        return dspy.Prediction(hint=self.say(question=question).hint, answer="right" if known else "wrong")
+
+
+def test_code_proposer_rewrites_flex_code_and_nothing_else():
+    calls = []
+
+    def code_proposer(candidate, reflective_dataset, components_to_update, task_descriptions, context_blurbs):
+        calls.append((components_to_update, len(reflective_dataset["code"]), set(task_descriptions)))
+        comments = "".join(f"\n# {rule}" for rule in sorted(rules_in(str(reflective_dataset["code"]))))
+        return {"code": candidate["code"] + comments}
+
+    lm = learning_lm()
+    program = learn(
+        lm, WithCode(), code_proposer=code_proposer, component_selector="all", max_metric_calls=24
+    )
+    assert calls == [(["code"], 6, {"code"})]
+    assert len(rules_in(program.code.module_src)) == 6
+    assert {call.prompt.count("module_src") for call in lm.calls} == {0}
+    (step,) = program.detailed_results.steps
+    assert [reduction.component for reduction in step.reductions] == ["say", "code"]
+    assert step.reductions[1].text == program.code.module_src
+    assert step.accepted
 
 
 # Merge

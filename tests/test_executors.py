@@ -12,7 +12,8 @@ import time
 import dspy
 import pytest
 
-from dspy_combee import Executor, ThreadExecutor
+from dspy_combee import Executor, ProviderError, ThreadExecutor
+from dspy_combee.backoff import Backoff
 
 EXECUTORS = {"threads": ThreadExecutor}
 WAIT = 30  # Seconds after which a test that hangs fails.
@@ -306,6 +307,38 @@ def test_items_in_flight_after_an_error_do_not_take_the_places_of_the_next_map()
     meeting = Meeting(2)
     assert executor.map(meeting, range(4)) == list(range(4))
     never.set()
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_transient_error_is_tried_again_in_a_fresh_context(width):
+    tries = []
+
+    def turned_away_once(item):
+        tries.append(item)
+        seen = variable.get()
+        variable.set("touched")
+        if tries.count(item) == 1:
+            raise ProviderError("slow down", transient=True)
+        return item, seen
+
+    executor = ThreadExecutor(width, Backoff(first_delay=0.001, incidents=100))
+    assert executor.map(turned_away_once, range(6)) == [(i, "unset") for i in range(6)]
+    assert sorted(tries) == sorted([*range(6)] * 2)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_transient_error_that_stays_is_raised_and_the_executor_works_on(width):
+    tries = []
+
+    def turned_away(item):
+        tries.append(item)
+        raise ProviderError("no connection", transient=True)
+
+    executor = ThreadExecutor(width, Backoff(first_delay=0.001, incidents=3))
+    with pytest.raises(ProviderError, match="no connection"):
+        executor.map(turned_away, range(50))
+    assert len(tries) <= 3 * width
+    assert executor.map(str, range(6)) == [str(i) for i in range(6)]
 
 
 def run_script(script, **options):

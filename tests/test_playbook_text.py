@@ -5,7 +5,7 @@ import random
 import string
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dspy_combee.bullets import SECTIONS
@@ -135,6 +135,9 @@ def test_a_block_is_found_behind_whatever_stands_before_it(base, book):
 
 @quick
 @given(mixed)
+@example("\\  ")
+@example("[a-1] x\n\\  &#13;")
+@example("[a-1]\n  \n  &#13;\n  y")
 def test_any_text_can_be_read_and_then_stays(text):
     book = Playbook.from_text(text)
     written = book.to_text()

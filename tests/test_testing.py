@@ -21,6 +21,7 @@ from dspy.utils.exceptions import LMRateLimitError, LMTimeoutError, LMTransportE
 
 from dspy_combee.proposer import MergeInstructions
 from dspy_combee.testing import (
+    AnswerKey,
     CapacityLoss,
     Lesson,
     PowerLoss,
@@ -352,6 +353,18 @@ class TestStudent:
 
     def test_no_code_at_all(self):
         assert read_code("What?", {}) == "unknown"
+
+    def test_an_answer_key_answers_what_is_taught_and_its_share_of_the_rest(self):
+        known = {f"Q{i}?": [(f"TOPIC {i}", f"a{i}"), ("TOPIC 0", "b")] for i in range(200)}
+        key = AnswerKey("question", known, frozenset(LESSONS), 0.3)
+        lm = SimulatedLM(student=Student(key))
+        signature = dspy.Signature("question -> answer", f"Answer. {LESSONS[0]} Convention TOPIC 1: post elsewhere.")
+        answers = [ask(lm, question, signature=signature).answer.split(", ") for question in known]
+        assert all(second == "b" for _, second in answers)
+        assert answers[0][0] == "a0"
+        assert sum(first != "unknown" for first, _ in answers) / 200 == pytest.approx(0.3, abs=0.1)
+        assert ask(lm, "Q?", signature=signature).answer == "unknown"
+        assert answers == [ask(lm, question, signature=signature).answer.split(", ") for question in known]
 
 
 class TestSimulatedLM:

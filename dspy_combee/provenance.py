@@ -1,0 +1,92 @@
+"""Provenance: from a final instruction back to the examples whose records fed it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dspy_combee.records import Reduction, StepRecord
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where one rewrite of an instruction came from.
+
+    Attributes:
+        iteration: The step that made it.
+        candidate: Index of the candidate that it made.
+        parent: Index of the candidate that it changed.
+        nodes: Ids of the reflection calls that led to it, the last one first.
+        fed: Ids of the examples whose records reached it.
+        lost: Ids of the examples whose records reached no call that led to it.
+        text: The instruction that it made.
+    """
+
+    iteration: int
+    candidate: int
+    parent: int
+    nodes: tuple[str, ...]
+    fed: tuple[Any, ...]
+    lost: tuple[Any, ...]
+    text: Any
+
+
+def trace_back(steps: Sequence[StepRecord], candidate: int, component: str) -> list[Provenance]:
+    """The rewrites that led to a candidate's component, the last one first.
+
+    Args:
+        steps: The steps of the run.
+        candidate: Index of the candidate in the pool.
+        component: Name of the component.
+
+    Returns:
+        One entry for each step in the candidate's ancestry that rewrote the component; none when the component is
+        still the program's own. A candidate that GEPA's merge made has no step of its own and ends the walk.
+    """
+    made_by = {step.candidate: step for step in steps if step.candidate is not None}
+    found = []
+    while candidate in made_by:
+        step = made_by[candidate]
+        found.extend(
+            _provenance(step, candidate, reduction)
+            for reduction in step.reductions
+            if reduction.component == component and reduction.text is not None
+        )
+        candidate = step.parent
+    return found
+
+
+def _provenance(step: StepRecord, candidate: int, reduction: Reduction) -> Provenance:
+    nodes = surviving_nodes(reduction)
+    read = {item for node in reduction.nodes if node.id in nodes for item in node.inputs}
+    ids = step.minibatch_ids
+    sources = reduction.sources
+    fed = [ids[source] for position, source in enumerate(sources) if f"r{position}" in read]
+    lost = [ids[source] for position, source in enumerate(sources) if f"r{position}" not in read]
+    return Provenance(
+        iteration=step.iteration,
+        candidate=candidate,
+        parent=step.parent,
+        nodes=nodes,
+        fed=tuple(fed),
+        lost=tuple(lost),
+        text=reduction.text,
+    )
+
+
+def surviving_nodes(reduction: Reduction) -> tuple[str, ...]:
+    """Ids of the calls whose output the reduction's text was made of, the last one first."""
+    by_id = {node.id: node for node in reduction.nodes}
+    # Equal proposals are merged without a call: every call that gave the text then is a root.
+    queue = [node.id for node in reversed(reduction.nodes) if node.output == reduction.text]
+    levels = {identifier.split(".")[0] for identifier in queue}
+    top = max(levels, key=int, default=None)
+    queue = [identifier for identifier in queue if identifier.split(".")[0] == top]
+    found: dict[str, None] = {}
+    while queue:
+        identifier = queue.pop(0)
+        if identifier in by_id and identifier not in found:
+            found[identifier] = None
+            queue.extend(by_id[identifier].inputs)
+    return tuple(found)
