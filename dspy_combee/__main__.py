@@ -1,13 +1,15 @@
-"""`python -m dspy_combee`: the demo."""
+"""`python -m dspy_combee`: the demo, and the report of a run."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from dspy_combee import demo
+from dspy_combee.report import report_main
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,8 +31,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="python -m dspy_combee", description="Prompt learning from large minibatches, for DSPy.")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     demo.add_arguments(commands.add_parser("demo", help="learn a task and print what it brought"))
+    page = commands.add_parser("report", help="make the HTML report of a run that had a log_dir")
+    page.add_argument("log_dir", metavar="LOG_DIR", type=Path, help="the log_dir of the run")
+    page.add_argument("--out", metavar="FILE", type=Path, help="the file to write (default: LOG_DIR/report.html)")
     options = parser.parse_args(arguments)
-    return demo.run(options)
+    return _report(options) if options.command == "report" else demo.run(options)
+
+
+def _report(options: argparse.Namespace) -> int:
+    try:
+        file, count = report_main(options.log_dir, options.out)
+    except (OSError, ValueError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(f"Wrote {file} ({count} step{'' if count == 1 else 's'}).")
+    return 0
 
 
 if __name__ == "__main__":

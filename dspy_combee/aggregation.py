@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from dspy_combee.executors import Executor
@@ -38,6 +38,7 @@ class ReductionTask:
         duplication_factor: p.
         sources: For each record, the position in the minibatch of the example that it came from; empty where each
             record has an example of its own.
+        candidate: The whole frozen candidate.
     """
 
     component: str
@@ -47,6 +48,7 @@ class ReductionTask:
     num_groups: int | None = None
     duplication_factor: int = 2
     sources: tuple[int, ...] = ()
+    candidate: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

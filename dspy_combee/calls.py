@@ -110,7 +110,7 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
             with dspy.context(lm=attempt_lm, disable_history=False, max_history_size=1000):
                 text = listener(function)
             _check_replies(listener.history, json_fields)
-            value, error = text if isinstance(json_fields, Mapping) else _check_text(text), None
+            value, error = text if isinstance(json_fields, Mapping) else _check_text(text, json_fields), None
         except FATAL_ERRORS as fatal:
             raise ProviderError(f"The reflection LM refused the call: {shorten(str(fatal))}") from fatal
         except TRANSIENT_ERRORS as passing:
@@ -207,10 +207,11 @@ class UsageMeter:
         self.usage = state
 
 
-def _check_text(text: Any) -> str:
+def _check_text(text: Any, json_fields: Sequence[str]) -> str:
     if not isinstance(text, str):
         raise UnusableReplyError(f"expected a text, got {type(text).__name__}")
-    check_reply(text)
+    if not (json_fields and text.strip()):  # As a field of a JSON object, a think tag is a text like any other.
+        check_reply(text)
     return repair(text.strip())
 
 
@@ -307,8 +308,8 @@ class StrictJSONAdapter(JSONAdapter):
     def parse(self, signature: Any, completion: str) -> dict[str, Any]:
         """The output fields of a reply."""
         part = json_part(completion, tuple(signature.output_fields))
-        fields: dict[str, Any] = super().parse(signature, part)
-        return fields
+        fields = super().parse(signature, part)
+        return {name: repair(value) if isinstance(value, str) else value for name, value in fields.items()}
 
 
 def _get(value: Any, name: str) -> Any:

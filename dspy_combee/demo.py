@@ -235,6 +235,7 @@ def _learn(trial: _Trial, arm: _Arm, options: argparse.Namespace) -> _Outcome:
         seed=trial.seed,
         track_stats=True,
         use_merge=False,
+        verbose=options.model is not None,  # a simulated run is over before a progress line is of use
     )
     with dspy.context(lm=trial.lm):
         before, _ = _accuracy(trial.task, task.program, options.num_threads)

@@ -192,7 +192,7 @@ class CombeeProposer(InstructionProposer):
                     logger.info("Component %r has no reflection records in this step.", component)
                     continue
                 rng = random.Random(f"{self.seed}/{positions[index]}/{component}")
-                tasks.append(self._task(component, candidate[component], dataset[component], rng))
+                tasks.append(self._task(component, candidate, dataset[component], rng))
                 owners.append(index)
         lm = self.reflection_lm or dspy.settings.lm
         if tasks and lm is None:
@@ -208,17 +208,19 @@ class CombeeProposer(InstructionProposer):
         return results
 
     def _task(
-        self, component: str, current: str, records: Sequence[Mapping[str, Any]], rng: random.Random
+        self, component: str, candidate: Mapping[str, str], records: Sequence[Mapping[str, Any]], rng: random.Random
     ) -> ReductionTask:
         stringify = not isinstance(self.base, InstructionProposer)
         prepared = [_stringified(record) if stringify else record for record in records]
+        texts = {name: as_text(text) for name, text in candidate.items()}
         return ReductionTask(
             component=component,
-            current=as_text(current),
+            current=texts[component],
             records=[as_data(record) for record in prepared],
             rng=rng,
             num_groups=self.num_groups,
             duplication_factor=self.duplication_factor,
+            candidate=texts,
             sources=tuple(getattr(record, "source", index) for index, record in enumerate(records)),
         )
 
@@ -284,7 +286,7 @@ class _InstructionCalls:
     def propose(self, node_call: NodeCall) -> str:
         component = node_call.task.component
         texts = self.base(
-            candidate={component: node_call.task.current},
+            candidate=dict(node_call.task.candidate),
             reflective_dataset={component: list(node_call.items)},
             components_to_update=[component],
         )

@@ -43,7 +43,7 @@ class RecordMaker:
     """Makes the reflection records of rollouts, asking the metric for feedback on each predictor.
 
     A record shows one call of the predictor: the one that could not be parsed, else the last. Other calls of the
-    same rollout stand beside it as `Earlier Calls`, except those that the last one repeats (the transcript of an
+    same rollout stand beside it as `Earlier Calls`, except those that a later one repeats (the transcript of an
     agent grows from call to call).
 
     Args:
@@ -95,17 +95,19 @@ class RecordMaker:
         return [step for step in calls if not isinstance(step.outputs, FailedPrediction)] + unparsed[:1]
 
     def _record(self, request: _FeedbackRequest) -> ReflectionRecord:
-        *earlier, call = request.calls
+        call = request.calls[-1]
         fields: dict[str, Any] = {
             "Inputs": _input_fields(call.inputs),
             "Generated Outputs": _output_fields(call),
             "Feedback": self._feedback(request, call),
         }
-        before = [step for step in earlier if not _repeated_by(step, call)]
-        if before:
-            fields["Earlier Calls"] = [
-                {"Inputs": _input_fields(step.inputs), "Generated Outputs": _output_fields(step)} for step in before
-            ]
+        earlier = [
+            {"Inputs": _input_fields(step.inputs), "Generated Outputs": _output_fields(step)}
+            for position, step in enumerate(request.calls[:-1], start=1)
+            if not any(_repeated_by(step, later) for later in request.calls[position:])
+        ]
+        if earlier:
+            fields["Earlier Calls"] = earlier
         return ReflectionRecord(fields, source=request.rollout.index)
 
     def _feedback(self, request: _FeedbackRequest, call: TraceStep) -> str:
@@ -130,7 +132,11 @@ class RecordMaker:
         if score != rollout.score and self.warn_of_mismatch:
             self.scorer.warn_once("mismatch", MISMATCH, "Silence this with warn_on_score_mismatch=False.")
         feedback = feedback_of(result)
-        return f"This trajectory got a score of {rollout.score}." if feedback is None else feedback
+        if feedback is None:
+            # As the metric wrote it, like DSPy: 1, not 1.0.
+            shown = result if isinstance(result, int | float) and result == rollout.score else rollout.score
+            return f"This trajectory got a score of {shown}."
+        return feedback
 
 
 @dataclass(frozen=True)
@@ -172,20 +178,20 @@ def _output_fields(step: TraceStep) -> Any:
     return dict(step.outputs.items())
 
 
-def _repeated_by(step: TraceStep, last: TraceStep) -> bool:
-    """Whether `last` shows all that `step` shows: one of its inputs is a transcript that has taken `step` up."""
-    return any(_has_taken_up(name, step, last) for name in step.inputs)
+def _repeated_by(step: TraceStep, later: TraceStep) -> bool:
+    """Whether `later` shows all that `step` shows: one of its inputs is a transcript that has taken `step` up."""
+    return any(_has_taken_up(name, step, later) for name in step.inputs)
 
 
-def _has_taken_up(name: str, step: TraceStep, last: TraceStep) -> bool:
-    added = _added(step.inputs[name], last.inputs.get(name))
+def _has_taken_up(name: str, step: TraceStep, later: TraceStep) -> bool:
+    added = _added(step.inputs[name], later.inputs.get(name))
     if not added or not isinstance(step.outputs, dspy.Prediction):
         return False
     # An agent's first transcript is empty, and so is a first critique: there the answer must stand by itself.
     whole = not step.inputs[name]
     said = [value for value in step.outputs.values() if isinstance(value, str | dspy.Reasoning)]
     unsaid = [
-        value for other, value in step.inputs.items() if other != name and not _same(value, last.inputs.get(other))
+        value for other, value in step.inputs.items() if other != name and not _same(value, later.inputs.get(other))
     ]
     if not said or not all(isinstance(value, str) and value.strip() for value in unsaid):
         return False

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dspy
 from dspy.teleprompt.gepa.gepa import DspyGEPAResult
 
+from dspy_combee import plots, report
 from dspy_combee.batch_size import BatchSizeFit
 from dspy_combee.provenance import Provenance, trace_back
 from dspy_combee.records import Spent, StepRecord
 from dspy_combee.steps import REPEATED, StepRecorder
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,32 @@ class CombeeResult(DspyGEPAResult):
         if component not in components:
             raise ValueError(f"There is no component {component!r}; there are {sorted(components)}.")
         return trace_back(self.steps, self.best_idx, component)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report of the run: one HTML page that stands alone and opens without a network.
+
+        Args:
+            path: The file; one that is there is replaced.
+        """
+        report.save_html(self.steps, path)
+
+    def plot_scores(self, ax: Axes | None = None) -> Axes:
+        """Plot the best score over metric calls; see `plots.plot_scores`. Needs the extra `report`."""
+        return plots.plot_scores(self.steps, ax)
+
+    def plot_delay(self, ax: Axes | None = None) -> Axes:
+        """Plot the delay curve with its fit and choice; see `plots.plot_delay`. Needs the extra `report`."""
+        return plots.plot_delay(self.steps, ax)
+
+    def plot_tree(self, iteration: int | None = None, component: str | None = None, ax: Axes | None = None) -> Axes:
+        """Plot the Reduce tree of a step; see `plots.plot_tree`. Needs the extra `report`.
+
+        Args:
+            iteration: The step. Default: the last one accepted, else the last one that has a tree.
+            component: The component. Default: the step's first.
+            ax: Where to draw. Default: a new figure.
+        """
+        return plots.plot_tree(self.steps, iteration, component, ax)
 
     @property
     def repeated_proposals(self) -> int:

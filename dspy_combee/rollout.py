@@ -56,10 +56,9 @@ class ProgramCopier:
     def __init__(self, program: Any) -> None:
         self._shared: dict[int, Any] = {}
         values = [value for _, module in program.named_sub_modules() for value in module.__getstate__().values()]
-        for value in values:
-            _find_lms(value, self._shared)
-        for value in values:
-            _find_uncopyable(value, self._shared)
+        for find in (_find_lms, _find_uncopyable):
+            for value in values:
+                find(value, self._shared)
 
     def copy(self, program: Any) -> Any:
         """A copy of `program` whose predictors and state are its own."""
@@ -100,9 +99,8 @@ def _find_uncopyable(value: Any, found: dict[int, Any]) -> None:
 
 def _leads_to_module(value: Any, depth: int = 5) -> bool:
     """Whether `value` holds a module, or a tool that is a method of one."""
-    if isinstance(value, dspy.Module):
-        return True
-    return depth > 0 and any(_leads_to_module(part, depth - 1) for part in _parts(value))
+    deeper = depth > 0 and any(_leads_to_module(part, depth - 1) for part in _parts(value))
+    return deeper or isinstance(value, dspy.Module)
 
 
 def _parts(value: Any) -> Collection[Any]:
@@ -152,11 +150,12 @@ class RolloutJob:
 
 @dataclass(frozen=True)
 class _Run:
-    """A job, and what all jobs of its program share: a copy whose predictors carry their names, and these by name."""
+    """A job, what the jobs of its program share (a copy whose predictors carry their names, and these), its trace."""
 
     job: RolloutJob
     template: Any
     predictors: Mapping[str, Any]
+    trace: list[Any] = field(default_factory=list)
 
 
 class Scorer:
@@ -273,35 +272,36 @@ class MapStage:
 
     def _run_one(self, run: _Run) -> Rollout:
         started = time.perf_counter()
-        job, originals = run.job, run.predictors
-        inputs = {name: _own(value) for name, value in job.example.inputs().items()}
+        inputs = {name: _own(value) for name, value in run.job.example.inputs().items()}
         program = self.copier.copy(run.template)
         failed_step: TraceStep | None = None
         prediction, error = None, None
-        trace: list[Any] = []
-        with dspy.context(trace=trace, max_trace_size=_MAX_TRACE_SIZE):
+        run.trace.clear()  # Another attempt, which the provider cut short, may have left something.
+        with dspy.context(trace=run.trace, max_trace_size=_MAX_TRACE_SIZE):
             try:
                 prediction = _call(program, inputs)
             except Exception as failure:
                 self._raise_if_provider(failure, program)
-                failed_step = _failed_step(failure, originals)
+                failed_step = _failed_step(failure, run.predictors)
                 error = f"{type(failure).__name__}: {shorten(str(failure), 1000)}"
-        steps = [_step(*entry, originals=originals) for entry in trace]
         if error is None and prediction is None:
             error = "the program returned nothing"
-        rollout = Rollout(
-            index=job.index,
-            example=job.example,
+        rollout = self._rollout(run, prediction, error, failed_step)
+        if error is None:
+            rollout = self.scorer.score(rollout)
+        return replace(rollout, seconds=time.perf_counter() - started, usage=usage_of(program.history))
+
+    def _rollout(self, run: _Run, prediction: Any, error: str | None, failed_step: TraceStep | None = None) -> Rollout:
+        steps = [_step(*entry, originals=run.predictors) for entry in list(run.trace)]
+        return Rollout(
+            index=run.job.index,
+            example=run.job.example,
             prediction=prediction if error is None else None,
             trace=tuple(steps if failed_step is None else [*steps, failed_step]),
             score=self.scorer.failure_score,
             result=None,
             error=error,
-            usage=usage_of(program.history),
         )
-        if error is None:
-            rollout = self.scorer.score(rollout)
-        return replace(rollout, seconds=time.perf_counter() - started)
 
     def _raise_if_provider(self, error: Exception, program: Any) -> None:
         try:
@@ -311,16 +311,8 @@ class MapStage:
             raise
 
     def _timed_out(self, run: _Run) -> Rollout:
-        return Rollout(
-            index=run.job.index,
-            example=run.job.example,
-            prediction=None,
-            trace=(),
-            score=self.scorer.failure_score,
-            result=None,
-            error=f"the rollout took longer than {self.timeout:g} seconds",
-            seconds=self.timeout or 0.0,
-        )
+        rollout = self._rollout(run, None, f"the rollout took longer than {self.timeout:g} seconds")
+        return replace(rollout, seconds=self.timeout or 0.0)
 
 
 def _call(program: Any, inputs: dict[str, Any]) -> Any:

@@ -128,6 +128,7 @@ class AnswerKey:
         self.seed = seed
 
     def __call__(self, question: str, lessons: Mapping[str, str]) -> str:
+        """Answer all parts of the question, separated by commas."""
         asked = question.partition(self.marker)[2].rpartition("\n\nRespond with ")[0].strip()
         rng = random.Random(f"{self.seed}/{asked}")
         answers = []

@@ -77,7 +77,7 @@ class StepRecorder:
         self._tasks: list[_Task] = []
         self._entered: dict[int, dict[str, str]] = {}
         self._scores: dict[int, float] = {}
-        self._rejections: list[str] = []
+        self._rejections: list[tuple[float, float, str]] = []
         self._error = ""
         self._started = 0.0
         self._evaluated: float | None = None
@@ -166,22 +166,25 @@ class StepRecorder:
 
     def on_candidate_accepted(self, event: Any) -> None:
         """The child with this minibatch score has entered the pool."""
-        index, parents = event["new_candidate_idx"], list(event["parent_ids"])
-        for task in self._tasks:
-            # Two tasks of a step may have made the same child; GEPA keeps one of them.
-            if (
-                task.child is not None
-                and task.candidate is None
-                and task.child == self._entered.get(index)
-                and [task.parent] == parents
-                and sum(task.scores_after) == event["new_score"]
-            ):
-                task.candidate = index
-                return
+        index = event["new_candidate_idx"]
+        fits = [
+            task
+            for task in self._tasks
+            if task.child is not None
+            and task.candidate is None
+            and task.child == self._entered.get(index)
+            and [task.parent] == list(event["parent_ids"])
+            and sum(task.scores_after) == event["new_score"]
+        ]
+        # Two tasks of a step may have made the same child; GEPA has refused one of them before.
+        refused = [scores for *scores, _ in self._rejections]
+        fits.sort(key=lambda task: [sum(task.scores_before or ()), sum(task.scores_after)] in refused)
+        if fits:
+            fits[0].candidate = index
 
     def on_candidate_rejected(self, event: Any) -> None:
         """A child has not entered the pool; GEPA reports these in the order of the proposals."""
-        self._rejections.append(event["reason"])
+        self._rejections.append((event["old_score"], event["new_score"], event["reason"]))
 
     def on_error(self, event: Any) -> None:
         """The step has raised; `on_iteration_end` follows."""
@@ -194,7 +197,7 @@ class StepRecorder:
         evaluated = ended if self._evaluated is None else self._evaluated
         self._mark("validation" if self._entered else "reflection")
         made = len(self.records)
-        rejections = iter(self._rejections)
+        rejections = iter([reason for _, _, reason in self._rejections])
         for task in self._tasks:
             if task.scores_before is None:
                 continue

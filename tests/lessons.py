@@ -30,9 +30,7 @@ class Chain(dspy.Module):
 
 
 def examples(n: int, start: int = 0) -> list[Any]:
-    return [
-        dspy.Example(question=f"question {i}", number=i).with_inputs("question") for i in range(start, start + n)
-    ]
+    return [dspy.Example(question=f"question {i}", number=i).with_inputs("question") for i in range(start, start + n)]
 
 
 def metric(gold, pred, trace=None, pred_name=None, pred_trace=None):
@@ -87,7 +85,7 @@ def make(lm, cls: Any = CombeeOptimizer, **options) -> Any:
     if not options.keys() & {"auto", "max_full_evals", "max_metric_calls"}:
         defaults["max_metric_calls"] = 50
     if cls is CombeeOptimizer:
-        defaults |= {"use_merge": False, "track_stats": True}
+        defaults |= {"use_merge": False, "track_stats": True, "verbose": False}
     return cls(**{**defaults, **options})
 
 

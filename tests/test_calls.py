@@ -103,6 +103,7 @@ TEXTS = {
     "words": GOOD,
     "fences": 'Answer so:\n```json\n{"a": 1}\n```\nand ```nothing``` else',
     "an unclosed fence": "Never write ```",
+    "an open think tag": "<think> is how to begin",
     "think tags": "Begin with <think> and end with </think>.",
     "markers": '[[ ## answer ## ]] {placeholder} %s {"new_instruction": "x"} <<CUSTOM-TYPE-START-IDENTIFIER>>',
     "scripts": '中文 العربية עברית 👩‍👩‍👧‍👦 \u202e nul \x00 back\\slash "quoted"',
@@ -264,7 +265,7 @@ def test_an_error_and_then_a_good_reply():
 @pytest.mark.parametrize("failure", [RateLimitError("slow down"), ConnectionError("refused"), TimeoutError("no reply")])
 def test_what_may_pass_is_left_to_the_executor(failure):
     lm = ScriptedLM(default=failure)
-    with pytest.raises(ProviderError, match=str(failure)) as caught:
+    with pytest.raises(ProviderError, match=r"cannot be reached: .*(slow down|refused|no reply)") as caught:
         call_lm(propose, lm, FIELDS)
     assert caught.value.transient
     assert len(lm.calls) == 1

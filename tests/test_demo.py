@@ -94,7 +94,10 @@ class TestSimulated:
     @needs_data
     def test_the_control_does_not_gain_on_the_real_file(self, capsys, two_seeds):
         name = "formula_train_subset_500.jsonl"
-        assert main(["demo", "--data", str(DATA / name), "--task", "formula", "--budget", "300"]) == 0
+        assert (
+            main(["demo", "--data", str(DATA / name), "--task", "formula", "--minibatch-size", "20", "--budget", "200"])
+            == 0
+        )
         ((before, after),) = accuracies(capsys.readouterr().out)["control: Combee, shuffled feedback"]
         assert after <= before
 

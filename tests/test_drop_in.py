@@ -14,6 +14,7 @@ from dspy.teleprompt import Teleprompter
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.teleprompt.gepa import InstructionProposer
 from gepa.core.callbacks import GEPACallback
+from gepa.proposer.reflective_mutation.base import CandidateSelector
 from gepa.strategies.batch_sampler import EpochShuffledBatchSampler
 from gepa.strategies.eval_policy import FullEvaluationPolicy
 from gepa.strategies.proposal_sampling import IndependentSampling, PxNSampling, SameParentSampling
@@ -59,9 +60,7 @@ class Events:
         return {name for name, _ in self.log}
 
 
-class AlwaysTheSeed:
-    """A candidate selector."""
-
+class AlwaysTheSeed(CandidateSelector):
     def select_candidate_idx(self, state):
         return 0
 
@@ -188,21 +187,23 @@ def test_a_keyword_repeated_in_gepa_kwargs_is_a_type_error_as_in_dspy_gepa(name)
 # What reaches gepa.optimize
 
 
-class GepaWasCalled(Exception):
+class GepaCalledError(Exception):
     pass
 
 
-def gepa_arguments(monkeypatch, cls, program=None, valset=examples(4), **options):
+def gepa_arguments(monkeypatch, cls, program=None, with_valset=True, **options):
     """The keywords with which an optimizer calls `gepa.optimize` (looked up when it is called)."""
 
     def optimize(**keywords):
-        raise GepaWasCalled(keywords)
+        raise GepaCalledError(keywords)
 
     monkeypatch.setattr(gepa, "optimize", optimize)
     lm = learning_lm()
-    with dspy.context(lm=lm), pytest.raises(GepaWasCalled) as caught:
+    with dspy.context(lm=lm), pytest.raises(GepaCalledError) as caught:
         make(lm, cls, **options).compile(
-            program or dspy.Predict("question -> answer"), trainset=examples(7), valset=valset
+            program or dspy.Predict("question -> answer"),
+            trainset=examples(7),
+            valset=examples(4) if with_valset else None,
         )
     return caught.value.args[0]
 
@@ -213,10 +214,10 @@ def gepa_arguments(monkeypatch, cls, program=None, valset=examples(4), **options
     ids=str,
 )
 @pytest.mark.parametrize("program", [dspy.Predict("question -> answer"), Chain()], ids=["one", "two"])
-@pytest.mark.parametrize("valset", [examples(4), None], ids=["valset", "no valset"])
-def test_the_budget_is_the_number_of_dspy_gepa(monkeypatch, budget, program, valset):
-    theirs = gepa_arguments(monkeypatch, dspy.GEPA, program, valset, **budget)
-    ours = gepa_arguments(monkeypatch, CombeeOptimizer, program, valset, **budget)
+@pytest.mark.parametrize("with_valset", [True, False], ids=["valset", "no valset"])
+def test_the_budget_is_the_number_of_dspy_gepa(monkeypatch, budget, program, with_valset):
+    theirs = gepa_arguments(monkeypatch, dspy.GEPA, program, with_valset, **budget)
+    ours = gepa_arguments(monkeypatch, CombeeOptimizer, program, with_valset, **budget)
     assert ours["max_metric_calls"] == theirs["max_metric_calls"] > 0
 
 
@@ -251,7 +252,7 @@ def test_trackers_seed_and_the_rest_reach_gepa_as_they_do_from_dspy_gepa(monkeyp
     }
     theirs = gepa_arguments(monkeypatch, dspy.GEPA, **options)
     ours = gepa_arguments(monkeypatch, CombeeOptimizer, **options)
-    # Ours in their place: the adapter and what comes with it, the draws, and a progress line of our own.
+    # Ours in their place: the adapter and what comes with it, the draws, the progress line, the stoppers.
     replaced = {"adapter", "logger", "reflection_lm", "reflection_minibatch_size", "candidate_selection_strategy"}
     replaced |= {"display_progress_bar", "valset", "trainset"}
     for name in theirs.keys() - replaced:
@@ -415,7 +416,9 @@ def test_skills_and_base_instructions_of_an_instruction_proposer_reach_the_level
 
 def test_additional_instructions_reach_the_merge_too():
     lm = learning_lm()
-    learn(lm, instruction_proposer=InstructionProposer(additional_instructions="Imperative voice."), max_metric_calls=24)
+    learn(
+        lm, instruction_proposer=InstructionProposer(additional_instructions="Imperative voice."), max_metric_calls=24
+    )
     prompts = [call.prompt for call in lm.calls if is_reflection(call.prompt)]
     assert len(prompts) == 3
     assert all("Imperative voice." in prompt for prompt in prompts)
@@ -445,7 +448,9 @@ def test_a_merge_that_stays_over_max_chars_proposes_nothing():
         ),
         (is_merge, {"new_instruction": "too long " * 50}),
     )
-    step = learn(lm, instruction_proposer=InstructionProposer(max_chars=120), max_metric_calls=24).detailed_results.steps[0]
+    step = learn(
+        lm, instruction_proposer=InstructionProposer(max_chars=120), max_metric_calls=24
+    ).detailed_results.steps[0]
     assert step.reductions[0].text is None
     assert "max_chars=120" in step.reason
 
@@ -488,9 +493,7 @@ def test_code_proposer_rewrites_flex_code_and_nothing_else():
         return {"code": candidate["code"] + comments}
 
     lm = learning_lm()
-    program = learn(
-        lm, WithCode(), code_proposer=code_proposer, component_selector="all", max_metric_calls=24
-    )
+    program = learn(lm, WithCode(), code_proposer=code_proposer, component_selector="all", max_metric_calls=24)
     assert calls == [(["code"], 6, {"code"})]
     assert len(rules_in(program.code.module_src)) == 6
     assert {call.prompt.count("module_src") for call in lm.calls} == {0}
@@ -505,14 +508,12 @@ def test_code_proposer_rewrites_flex_code_and_nothing_else():
 
 def test_use_merge_joins_two_components_of_two_candidates():
     options = {
-        "candidate_selection_strategy": AlwaysTheSeedSelector(),
+        "candidate_selection_strategy": AlwaysTheSeed(),
         "max_metric_calls": 120,
         "reflection_minibatch_size": 12,
     }
     events = Events()
-    program = learn(
-        learning_lm(), started_chain(), use_merge=True, gepa_kwargs={"callbacks": [events]}, **options
-    )
+    program = learn(learning_lm(), started_chain(), use_merge=True, gepa_kwargs={"callbacks": [events]}, **options)
     (merged,) = events.of("on_merge_accepted")
     assert merged["parent_ids"] == [1, 2]
     assert program.detailed_results.parents[merged["new_candidate_idx"]] == [1, 2]
@@ -530,7 +531,7 @@ def test_max_merge_invocations():
         started_chain(),
         use_merge=True,
         max_merge_invocations=0,
-        candidate_selection_strategy=AlwaysTheSeedSelector(),
+        candidate_selection_strategy=AlwaysTheSeed(),
         max_metric_calls=120,
         reflection_minibatch_size=12,
         gepa_kwargs={"callbacks": [events]},
@@ -661,12 +662,8 @@ def test_the_other_selectors_of_gepa(strategy):
     assert results.val_aggregate_scores[results.best_idx] > 0
 
 
-class AlwaysTheSeedSelector(AlwaysTheSeed, gepa.proposer.reflective_mutation.base.CandidateSelector):
-    pass
-
-
 def test_a_candidate_selector_of_the_user():
-    steps = learn(learning_lm(), candidate_selection_strategy=AlwaysTheSeedSelector()).detailed_results.steps
+    steps = learn(learning_lm(), candidate_selection_strategy=AlwaysTheSeed()).detailed_results.steps
     assert len(steps) > 1
     assert {step.parent for step in steps} == {0}
 
@@ -759,7 +756,7 @@ def test_stop_callbacks(stoppers):
 def test_every_event_of_gepa_arrives():
     events = Events()
     kwargs = {"callbacks": [events]}
-    merging = {"use_merge": True, "candidate_selection_strategy": AlwaysTheSeedSelector(), "max_metric_calls": 120}
+    merging = {"use_merge": True, "candidate_selection_strategy": AlwaysTheSeed(), "max_metric_calls": 120}
     learn(learning_lm(), started_chain(), reflection_minibatch_size=12, gepa_kwargs=kwargs, **merging)
     assert events.of("on_budget_updated")[0]["metric_calls_remaining"] > 0
 
@@ -872,13 +869,12 @@ def test_a_run_that_was_stopped_goes_on_from_its_log_dir(tmp_path, program):
     part = learn(learning_lm(), program, log_dir=str(tmp_path), gepa_kwargs=stop, **options)
     assert 1 < len(texts(part)) < len(texts(whole))
 
-    lm = learning_lm()
-    resumed = learn(lm, program, log_dir=str(tmp_path), **options)
+    resumed = learn(learning_lm(), program, log_dir=str(tmp_path), **options)
     assert texts(resumed) == texts(whole)
     assert resumed.detailed_results.val_aggregate_scores == whole.detailed_results.val_aggregate_scores
     assert resumed.detailed_results.total_metric_calls == whole.detailed_results.total_metric_calls
     assert [step.minibatch_ids for step in resumed.detailed_results.steps] == [
-        step.minibatch_ids for step in whole.detailed_results.steps if step.iteration > 2
+        step.minibatch_ids for step in whole.detailed_results.steps
     ]
     assert resumed.detailed_results.log_dir == str(tmp_path)
 

@@ -444,13 +444,18 @@ def test_student_is_unchanged():
     assert everything_in(student) == before
 
 
+class Corpus:
+    def __init__(self) -> None:
+        self.passages = [f"passage {i}" for i in range(150_000)]
+
+
 def test_big_attributes_are_shared_and_small_ones_are_not():
     seen = []
 
     class Retrieving(dspy.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.corpus = [f"passage {i}" for i in range(150_000)]
+            self.corpus = Corpus()
             self.small = ["a"]
             self.solve = dspy.Predict("question -> answer")
 

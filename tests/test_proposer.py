@@ -1,4 +1,5 @@
 import copy
+import gc
 import json
 import logging
 import re
@@ -15,6 +16,7 @@ from gepa.proposer.reflective_mutation.reflection_lm import BatchReflectionLM
 from gepa.strategies.proposal_sampling import PxNSampling
 
 from dspy_combee import CombeeOptimizer, CombeeProposer, ProviderError, TreeAggregator
+from dspy_combee.backoff import Backoff
 from dspy_combee.errors import UnknownCostError
 from dspy_combee.executors import ThreadExecutor
 from dspy_combee.testing import Reply, ScriptedLM
@@ -287,9 +289,8 @@ def test_a_reply_that_was_cut_off_is_no_instruction_whatever_the_base(base, repl
 
 
 def test_half_of_the_calls_is_enough_and_the_failures_are_told():
-    broken = [{**record, "Feedback": f"broken rule-{i}."} for i, record in enumerate(records(20))] + records(20, 20)
-    lm = reflector(rules=[(lambda prompt: PROPOSE in prompt.question and prompt.question.count("broken") > 6, "")])
-    proposal = reflect(CombeeProposer(reflection_lm=lm, duplication_factor=1), broken)
+    lm = reflector(rules=[(lambda prompt: re.search(r"Remember rule-[012]\.", prompt.question) is not None, "")])
+    proposal = reflect(CombeeProposer(reflection_lm=lm, duplication_factor=1), 40)
     nodes = proposal.metadata["combee:nodes"]["answerer"]
     failed = [node for node in nodes if node.error]
     assert 0 < len(failed) <= 3
@@ -306,6 +307,33 @@ def test_a_refused_key_stops_the_step_at_once():
     proposal = reflect(proposer, 40)
     assert proposal.new_texts == {}
     assert "no such key" in proposal.metadata["combee:error"]
+
+
+def test_rate_limits_change_nothing_but_the_number_of_calls():
+    seen, lock = set(), threading.Lock()
+
+    def turned_away_once(prompt):
+        with lock:
+            first = prompt not in seen
+            seen.add(prompt)
+        return dspy.lm15.RateLimitError("slow down") if first else rules_in(prompt)
+
+    lm = reflector(turned_away_once, turned_away_once)
+    proposer = CombeeProposer(reflection_lm=lm)
+    proposer.executor = ThreadExecutor(3, Backoff(first_delay=0.001, incidents=100))
+    proposal = reflect(proposer, 40)
+    assert proposal.new_texts == reflect(CombeeProposer(reflection_lm=reflector()), 40).new_texts
+    assert proposal.metadata["combee:errors"] == {}
+    assert len(lm.calls) == 14
+
+
+def test_a_provider_that_stays_away_gives_no_proposal_and_a_log_line(caplog):
+    proposer = CombeeProposer(reflection_lm=reflector(ConnectionError("refused")))
+    proposer.executor = ThreadExecutor(3, Backoff(first_delay=0.001, incidents=3))
+    proposal = reflect(proposer, 40)
+    assert proposal.new_texts == {}
+    assert "cannot be reached" in proposal.metadata["combee:error"]
+    assert "No proposal: The reflection LM cannot be reached" in caplog.text
 
 
 def test_the_final_call_goes_through_prompts_and_raw_outputs_even_beside_a_failed_one():
@@ -585,6 +613,7 @@ def http_lm(server, engine="lm15"):
     return dspy.LM("openai/gpt-4o-mini", engine=engine, api_base=server.api_base, api_key=server.api_key, num_retries=0)
 
 
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # LiteLLM drops clients without closing them
 @pytest.mark.parametrize("engine", ["litellm", "lm15"])
 def test_total_cost_counts_every_call_once_and_no_cache_hit(openai_server, engine):
     openai_server.handler = http_reflection
@@ -596,6 +625,7 @@ def test_total_cost_counts_every_call_once_and_no_cache_hit(openai_server, engin
     reflect(again, 9)
     assert again.total_cost == 0.0
     assert len(openai_server.requests) == 4
+    gc.collect()
 
 
 def test_max_reflection_cost_of_gepa_ends_the_search(openai_server):
@@ -689,14 +719,16 @@ def test_a_function_as_base_gets_what_dspy_gepa_would_give_it():
         seen.append((candidate, components_to_update, reflective_dataset["answerer"]))
         return {"answerer": "Be brief."}
 
+    candidate = {"answerer": CURRENT, "checker": "Check it."}
     image = dspy.Image("http://example.com/cat.png")
     history = dspy.History(messages=[{"question": "hi", "answer": "hello"}])
     inputs = {"count": 3, "tags": ["a", "b"], "picture": image, "history": history}
     made = [{"Inputs": inputs, "Generated Outputs": {"score": 1.5}, "Feedback": "ok"} for _ in range(9)]
-    assert reflect(CombeeProposer(base, reflection_lm=ScriptedLM()), made).new_texts == {"answerer": "Be brief."}
+    proposer = CombeeProposer(base, reflection_lm=ScriptedLM())
+    assert proposer(candidate, {"answerer": made}, ["answerer"]) == {"answerer": "Be brief."}
     assert len(seen) == 3
-    candidate, components, shown = seen[0]
-    assert (candidate, components) == ({"answerer": CURRENT}, ["answerer"])
+    whole, components, shown = seen[0]
+    assert (whole, components) == (candidate, ["answerer"])
     assert shown[0]["Inputs"]["count"] == "3"
     assert shown[0]["Inputs"]["tags"] == "['a', 'b']"
     assert shown[0]["Inputs"]["picture"] is image

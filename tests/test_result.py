@@ -128,7 +128,7 @@ def test_what_was_spent_adds_up():
     results = learn(lm).detailed_results
     assert results.spent.metric_calls == results.total_metric_calls
     reflections = [node for step in results.steps for node in step.nodes]
-    assert results.spent.usage_in("reflection").calls == sum(node.calls for node in reflections)
-    assert sum(node.calls for node in reflections) == sum(
+    assert results.spent.usage_in("reflection").calls == sum(node.usage.calls for node in reflections)
+    assert sum(node.usage.calls for node in reflections) == sum(
         "new_instruction" in call.prompt.output_fields for call in lm.calls
     )

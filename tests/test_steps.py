@@ -1,8 +1,10 @@
 """`StepRecord`: one account for each proposal of a run, that says what became of it and of what."""
 
+from types import SimpleNamespace
+
 import dspy
-import gepa
 import pytest
+from gepa.proposer.reflective_mutation.base import CandidateSelector
 from gepa.strategies.batch_sampler import BatchSampler
 from gepa.strategies.proposal_sampling import IndependentSampling, PxNSampling, SameParentSampling
 from gepa.strategies.proposal_selection import TopKImprovements
@@ -13,17 +15,11 @@ from dspy_combee.steps import StepRecorder
 
 from .lessons import (
     Chain,
-    examples,
-    instruction,
     is_level_1,
     is_reflection,
     learn,
     learning_lm,
-    make,
-    metric,
     numbers_in,
-    rules_in,
-    write_down,
 )
 
 
@@ -77,10 +73,10 @@ def test_the_nodes_of_a_step_hold_prompts_outputs_and_where_they_read():
     assert (root.id, root.inputs) == ("2.0", ("1.0", "1.1", "1.2"))
     assert sorted(i for node in level_1 for i in node.inputs) == sorted([f"r{i}" for i in range(9)] * 2)
     for node in step.nodes:
-        assert (node.component, node.error, node.calls) == ("self", None, 1)
+        assert (node.component, node.error, node.usage.calls) == ("self", None, 1)
         assert "new_instruction" in node.raw_output
         assert node.output in node.raw_output
-        assert node.input_tokens > node.output_tokens > 0
+        assert node.usage.input_tokens > node.usage.output_tokens > 0
         assert node.seconds > 0
     for node in level_1:
         read = {step.minibatch_ids[int(name[1:])] for name in node.inputs}
@@ -124,7 +120,7 @@ def test_a_step_whose_reflection_failed_says_why_and_keeps_the_calls():
         assert node.output is None
         assert node.error
         assert node.raw_output == "I would rather not."
-        assert node.calls >= 2
+        assert node.usage.calls >= 2
 
 
 class Lonely(dspy.Module):
@@ -171,7 +167,7 @@ def test_a_step_that_makes_a_candidate_that_is_there_already_is_not_evaluated_ag
     assert results.repeated_proposals == 1
 
 
-class SeedSelector(gepa.proposer.reflective_mutation.base.CandidateSelector):
+class SeedSelector(CandidateSelector):
     def select_candidate_idx(self, state):
         return 0
 
@@ -182,7 +178,11 @@ class SeedSelector(gepa.proposer.reflective_mutation.base.CandidateSelector):
 @pytest.mark.parametrize("strategy", [PxNSampling(2, 2), IndependentSampling(4), SameParentSampling(4)])
 def test_each_task_of_a_step_has_its_own_tree(strategy):
     steps = steps_of(
-        learning_lm(), iterations=2, n_train=40, reflection_minibatch_size=5, gepa_kwargs={"sampling_strategy": strategy}
+        learning_lm(),
+        iterations=2,
+        n_train=40,
+        reflection_minibatch_size=5,
+        gepa_kwargs={"sampling_strategy": strategy},
     )
     assert [step.iteration for step in steps] == [1] * 4 + [2] * 4
     for step in steps:
@@ -341,9 +341,12 @@ def test_merge_steps_make_no_record():
 # The recorder by itself
 
 
+STATE = SimpleNamespace(program_candidates=[{}], program_full_scores_val_set=[0.5], total_num_evals=9)
+
+
 def recorded(*events):
     recorder = StepRecorder()
-    recorder.on_iteration_start({"state": None, "iteration": 4})
+    recorder.on_iteration_start({"state": STATE, "iteration": 4})
     recorder.on_candidate_selected({"candidate_idx": 2})
     recorder.on_minibatch_sampled({"minibatch_ids": ["a", "b"]})
     for name, event in events:
@@ -371,7 +374,7 @@ def test_a_step_that_raised_before_its_evaluation_is_no_step():
 def test_a_child_of_code_alone_is_a_child():
     """Code components give no nodes; two tasks that share the parent's scores still get one child each."""
     recorder = StepRecorder()
-    recorder.on_iteration_start({"state": None, "iteration": 1})
+    recorder.on_iteration_start({"state": STATE, "iteration": 1})
     for _ in range(2):
         recorder.on_candidate_selected({"candidate_idx": 0})
         recorder.on_minibatch_sampled({"minibatch_ids": ["a", "b"]})
@@ -382,8 +385,9 @@ def test_a_child_of_code_alone_is_a_child():
         recorder.note_reductions(SCORES, {"code": "", "say": "x"}, {"code": text}, made)
     for scores in ([1.0, 1.0], [0.0, 0.0]):
         recorder.on_evaluation_end({"candidate_idx": None, "scores": scores})
-    recorder.on_candidate_rejected({"reason": "worse"})
-    recorder.on_valset_evaluated({"candidate_idx": 1, "candidate": {"code": "one", "say": "x"}})
+    recorder.on_candidate_rejected({"old_score": 1.0, "new_score": 0.0, "reason": "worse"})
+    entered = {"candidate_idx": 1, "candidate": {"code": "one", "say": "x"}, "average_score": 0.9}
+    recorder.on_valset_evaluated(entered)
     recorder.on_candidate_accepted({"new_candidate_idx": 1, "new_score": 2.0, "parent_ids": [0]})
     recorder.on_iteration_end({"proposal_accepted": True})
     first, second = recorder.records

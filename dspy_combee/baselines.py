@@ -1,0 +1,198 @@
+"""The paper's baselines, as aggregators: a flat call, Top-K retrieval, and summaries (paper, section 4.1)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dspy_combee.aggregation import CallFunction, NodeCall, ReductionTask
+from dspy_combee.executors import Executor
+from dspy_combee.records import ProposalNode, Reduction
+
+logger = logging.getLogger("dspy_combee")
+
+Embed = Callable[[list[str]], Any]
+
+
+class FlatAggregator:
+    """All records in one call: the naive large batch that loses lessons to context overload (paper, section 2.2)."""
+
+    def __repr__(self) -> str:
+        return "FlatAggregator()"
+
+    def aggregate(self, tasks: Sequence[ReductionTask], call: CallFunction, executor: Executor) -> list[Reduction]:
+        """See `Aggregator.aggregate`."""
+        return _one_call_each([(task, tuple(range(len(task.records)))) for task in tasks], call, executor)
+
+
+class TopKAggregator:
+    """One record per cluster goes into one call (paper, section 4.1).
+
+    The records are embedded and clustered by k-means; from each cluster the record nearest to its centre is kept.
+
+    Args:
+        num_clusters: K, at least 1; the paper's is 5.
+        embedder: Takes texts and gives one vector each, such as a `dspy.Embedder`. Default: TF-IDF from
+            scikit-learn (`pip install dspy-combee[tfidf]`), which is ours and not the paper's.
+
+    Raises:
+        TypeError: If `num_clusters` is no int, or `embedder` cannot be called.
+        ValueError: If `num_clusters` is below 1.
+        ImportError: If there is no embedder and scikit-learn is not installed.
+    """
+
+    def __init__(self, num_clusters: int = 5, embedder: Embed | None = None) -> None:
+        if isinstance(num_clusters, bool) or not isinstance(num_clusters, int):
+            raise TypeError(f"num_clusters must be an int of at least 1, got {num_clusters!r}.")
+        if num_clusters < 1:
+            raise ValueError(f"num_clusters must be at least 1, got {num_clusters}.")
+        if embedder is not None and not callable(embedder):
+            raise TypeError(f"embedder must take a list of texts, got {type(embedder).__name__}.")
+        self.num_clusters = num_clusters
+        self.embedder: Embed = _tfidf() if embedder is None else embedder
+
+    def __repr__(self) -> str:
+        return f"TopKAggregator(num_clusters={self.num_clusters}, embedder={self.embedder!r})"
+
+    def aggregate(self, tasks: Sequence[ReductionTask], call: CallFunction, executor: Executor) -> list[Reduction]:
+        """See `Aggregator.aggregate`."""
+        return _one_call_each([(task, self._chosen(task)) for task in tasks], call, executor)
+
+    def _chosen(self, task: ReductionTask) -> tuple[int, ...]:
+        """Positions of the records that are kept, in order."""
+        if len(task.records) <= self.num_clusters:
+            return tuple(range(len(task.records)))
+        return nearest_to_centres(self.embedder([_text(r) for r in task.records]), self.num_clusters, task.rng)
+
+
+class SummarizeAggregator:
+    """One summary for each record, all at once, then one call over the summaries (paper, section 4.1).
+
+    At least half of the summaries must succeed.
+    """
+
+    def __repr__(self) -> str:
+        return "SummarizeAggregator()"
+
+    def aggregate(self, tasks: Sequence[ReductionTask], call: CallFunction, executor: Executor) -> list[Reduction]:
+        """See `Aggregator.aggregate`."""
+        calls = [_summary_calls(task) for task in tasks]
+        nodes = iter(executor.map(call, [node_call for wave in calls for node_call in wave]))
+        summaries = [[next(nodes) for _ in wave] for wave in calls]
+        finals = [_final_call(task, made) for task, made in zip(tasks, summaries, strict=True)]
+        roots = iter(executor.map(call, [final for final in finals if final is not None]))
+        return [
+            _reduction(task, [*made, next(roots)]) if final is not None else _failed(task, made)
+            for task, made, final in zip(tasks, summaries, finals, strict=True)
+        ]
+
+
+def _summary_calls(task: ReductionTask) -> list[NodeCall]:
+    return [
+        NodeCall(task, f"1.{position}", "summarize", (f"r{position}",), (record,))
+        for position, record in enumerate(task.records)
+    ]
+
+
+def _final_call(task: ReductionTask, summaries: Sequence[ProposalNode]) -> NodeCall | None:
+    good = [node for node in summaries if node.output is not None]
+    if not good or 2 * len(good) < len(summaries):
+        return None
+    return NodeCall(task, "2.0", "propose", tuple(node.id for node in good), tuple(node.output for node in good))
+
+
+def _failed(task: ReductionTask, summaries: Sequence[ProposalNode]) -> Reduction:
+    failures = [node.error for node in summaries if node.output is None]
+    error = "there are no records"
+    if failures:
+        error = f"{len(failures)} of {len(summaries)} summaries failed; last: {failures[-1]}"
+    return _reduction(task, list(summaries), error)
+
+
+def _one_call_each(
+    chosen: Sequence[tuple[ReductionTask, tuple[int, ...]]], call: CallFunction, executor: Executor
+) -> list[Reduction]:
+    """One plain call for each task, over the records at the chosen positions."""
+    calls = [
+        NodeCall(task, "1.0", "propose", tuple(f"r{p}" for p in positions), tuple(task.records[p] for p in positions))
+        for task, positions in chosen
+        if positions
+    ]
+    nodes = iter(executor.map(call, calls))
+    return [
+        _reduction(task, [next(nodes)]) if positions else _reduction(task, [], "there are no records")
+        for task, positions in chosen
+    ]
+
+
+def _reduction(task: ReductionTask, nodes: list[ProposalNode], error: str | None = None) -> Reduction:
+    text = nodes[-1].output if nodes and error is None else None
+    if text is None and error is None:
+        error = f"the reflection call failed: {nodes[-1].error}"
+    return Reduction(
+        component=task.component,
+        text=text,
+        nodes=tuple(nodes),
+        num_groups=1,
+        duplication_factor=1,
+        error=error,
+        current=task.current,
+        sources=task.sources or tuple(range(len(task.records))),
+    )
+
+
+def nearest_to_centres(vectors: Any, num_clusters: int, rng: random.Random) -> tuple[int, ...]:
+    """Cluster vectors by k-means, and give the position of the one nearest to the centre of each cluster.
+
+    Args:
+        vectors: One row for each record.
+        num_clusters: K, below the number of rows.
+        rng: Source of the first centres.
+
+    Returns:
+        The positions in order, at most K (equal vectors share a cluster).
+    """
+    import numpy as np
+    from scipy.cluster.vq import kmeans2
+
+    rows = np.asarray(vectors, dtype=float)
+    seed = np.random.default_rng(rng.getrandbits(32))
+    centres, labels = kmeans2(rows, num_clusters, minit="++", seed=seed, missing="warn")
+    distances = np.linalg.norm(rows - centres[labels], axis=1)
+    nearest: dict[int, int] = {}
+    for position, label in enumerate(labels):
+        best = nearest.get(int(label))
+        if best is None or distances[position] < distances[best]:
+            nearest[int(label)] = position
+    return tuple(sorted(nearest.values()))
+
+
+def _text(record: Any) -> str:
+    return record if isinstance(record, str) else json.dumps(record, ensure_ascii=False, default=str)
+
+
+def _tfidf() -> Embed:
+    try:
+        from sklearn.feature_extraction.text import TfidfVectorizer
+    except ImportError as error:
+        raise ImportError(
+            "Top-K retrieval needs an embedder. Give one, TopKAggregator(embedder=dspy.Embedder(...)), or install "
+            "scikit-learn for TF-IDF: pip install 'dspy-combee[tfidf]'."
+        ) from error
+    return _TfIdf(TfidfVectorizer)
+
+
+class _TfIdf:
+    """TF-IDF vectors of texts, fitted on those texts."""
+
+    def __init__(self, vectorizer: Any) -> None:
+        self.vectorizer = vectorizer
+
+    def __repr__(self) -> str:
+        return "TF-IDF"
+
+    def __call__(self, texts: list[str]) -> Any:
+        return self.vectorizer(token_pattern=r"(?u)\S+").fit_transform(texts).toarray()

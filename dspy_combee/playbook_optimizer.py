@@ -1,0 +1,212 @@
+"""`PlaybookOptimizer`: Combee over ACE. A program learns a playbook from large minibatches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Literal
+
+from dspy.teleprompt.teleprompt import Teleprompter
+
+from dspy_combee.aggregation import Aggregator
+from dspy_combee.batch_size import PowerLawBatchSize
+from dspy_combee.executors import Executor
+from dspy_combee.playbook import Playbook
+from dspy_combee.playbook_options import PlaybookOptions, check_examples
+from dspy_combee.playbook_records import PlaybookStep
+from dspy_combee.playbook_run import PlaybookRun
+
+
+class PlaybookOptimizer(Teleprompter):
+    """Grows a playbook of short bullets at the end of a program's instructions, from large minibatches.
+
+    The base framework is ACE; its steps are made parallel as in Combee (paper, section 3). In each step, against one
+    frozen playbook: the program runs on n examples in a thread pool (Map); one call per rollout and predictor reflects
+    on it, and tags the bullets that mattered as helpful or harmful; the reflections are copied p times and dealt into k
+    groups (Shuffle); a curator call per group proposes deltas (ADD, UPDATE, MERGE, REMOVE), and the k lists of deltas
+    are merged into one (Reduce): equal and near-identical ones without a call, and by a call only where they get in
+    each other's way. An ADD is lost only if that call names the bullet or ADD that covers it. Then the deltas are
+    applied, once.
+
+    The program that comes back is a plain DSPy program: each predictor's instruction, then a delimited playbook.
+    `save` and `load` work, and `Playbook.from_program` reads the playbook back. A playbook that stands in the
+    student's instructions already is the one that learning starts from.
+
+    The same seed and the same replies give the same playbook at any `num_threads`, in any process, with n fixed or
+    replayed.
+
+    Departures from ACE:
+
+    - A rollout is reflected on once. ACE can let the assistant answer again with the reflection in hand, and reflect on
+      that, for several rounds. Each round costs another rollout, metric call and reflection call per example, one after
+      the other: with r rounds a step takes r times the calls and r times the time, and its length is set by the
+      slowest example. In a large minibatch other examples, and the later steps, show whether a lesson helps.
+    - Reflections see the whole playbook, not only the bullets that the assistant says it used, so that programs need
+      no output field for that. It costs the playbook's tokens once more for each reflection.
+    - Curators work side by side on one frozen playbook and may UPDATE, MERGE and REMOVE too; what several of them do
+      to one bullet is settled by rules (`dspy_combee.deltas`) and by the merge call.
+    - The token budget is enforced by pruning after each step, near-duplicates first, not stated as a wish in a prompt.
+    - Ids never come twice, and a bullet knows the reflections that it came from.
+
+    Args:
+        metric: `metric(gold, pred, trace, pred_name, pred_trace)`, as in `dspy.GEPA`: a number or a
+            `dspy.Prediction(score, feedback)`. Feedback that comes with the score is used for a program with one
+            predictor; else the metric is asked once more for each predictor.
+        reflection_lm: The language model that reflects, curates and merges.
+        minibatch_size: n, the examples of one step: an int; `"auto"`, the controller of the paper's section 3.3;
+            a `PowerLawBatchSize`; or a list, such as `detailed_results.batch_sizes`, which replays a run.
+        num_epochs: Passes over the trainset.
+        num_threads: Rollouts or reflection calls in flight at most. Default: DSPy's `num_threads` setting.
+        seed: Seed of minibatches and shuffles.
+        duplication_factor: p, in how many groups each reflection appears (paper, section 3.2).
+        num_groups: k, the groups of level 1. Default: floor(sqrt(n)) for n reflections (paper, section 3.1).
+        aggregator: How reflections become one list of deltas: `"tree"` or an `Aggregator`.
+        executor: What runs the rollouts and reflection calls: `"threads"` or an `Executor`.
+        reflect_on: `"all"` rollouts, or only `"failures"`, those that score below `perfect_score`.
+        use_ground_truth: Whether reflections see the example's labels.
+        shared_playbook: Whether all predictors share one playbook instead of having one each.
+        playbook: The playbook to start from, or a mapping from predictors' names to theirs. It replaces the one in
+            the student.
+        token_budget: Tokens that a playbook may take in a prompt (estimated).
+        embedder: A `dspy.Embedder`, or a callable from texts to vectors: near-duplicates are then told by cosine.
+        log_dir: Folder for the state, one JSON file without pickles, written after each step; `compile` with the
+            same folder goes on from there.
+        step_callbacks: Callables that take each `PlaybookStep` as its step ends, its state saved. One that raises is
+            logged, and the run goes on.
+        max_reflection_cost: US dollars of reflection-LM spend for one `compile` or `learn`. Checked before each wave of
+            calls, so a wave that has begun is finished. The LM must report what its calls cost.
+        rollout_timeout: Seconds that one rollout may take; one that takes longer has failed.
+        reflection_timeout: Seconds that one reflection or curator call may take; one that takes longer has failed.
+        failure_score: The score of a rollout that failed.
+        perfect_score: The highest score of the metric.
+        track_stats: Whether the program carries `detailed_results`, a `PlaybookResult`.
+
+    Raises:
+        TypeError: If an argument has the wrong type, or the metric does not take five arguments.
+        ValueError: If an argument is out of range, or a name is unknown.
+    """
+
+    def __init__(  # noqa: PLR0913 (the options of a front door)
+        self,
+        metric: Callable[..., Any],
+        *,
+        reflection_lm: Any,
+        minibatch_size: int | Sequence[int] | str | PowerLawBatchSize = "auto",
+        num_epochs: float = 1,
+        num_threads: int | None = None,
+        seed: int = 0,
+        duplication_factor: int = 2,
+        num_groups: int | None = None,
+        aggregator: str | Aggregator = "tree",
+        executor: str | Executor = "threads",
+        reflect_on: Literal["all", "failures"] = "all",
+        use_ground_truth: bool = True,
+        shared_playbook: bool = False,
+        playbook: Playbook | Mapping[str, Playbook] | None = None,
+        token_budget: int = 80_000,
+        embedder: Callable[[list[str]], Any] | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
+        step_callbacks: Sequence[Callable[[PlaybookStep], Any]] = (),
+        max_reflection_cost: float | None = None,
+        rollout_timeout: float | None = None,
+        reflection_timeout: float | None = None,
+        failure_score: float = 0.0,
+        perfect_score: float = 1.0,
+        track_stats: bool = False,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.options = PlaybookOptions(
+            metric=metric,
+            reflection_lm=reflection_lm,
+            minibatch_size=minibatch_size,
+            num_epochs=num_epochs,
+            num_threads=num_threads,
+            seed=seed,
+            duplication_factor=duplication_factor,
+            num_groups=num_groups,
+            aggregator=aggregator,
+            executor=executor,
+            reflect_on=reflect_on,
+            use_ground_truth=use_ground_truth,
+            shared_playbook=shared_playbook,
+            playbook=playbook,
+            token_budget=token_budget,
+            embedder=embedder,
+            log_dir=log_dir,
+            step_callbacks=step_callbacks,
+            max_reflection_cost=max_reflection_cost,
+            rollout_timeout=rollout_timeout,
+            reflection_timeout=reflection_timeout,
+            failure_score=failure_score,
+            perfect_score=perfect_score,
+            track_stats=track_stats,
+        )
+
+    def get_params(self) -> dict[str, Any]:
+        """The options, by keyword."""
+        return {field.name: getattr(self.options, field.name) for field in fields(self.options)}
+
+    def compile(  # type: ignore[override]
+        self,
+        student: Any,
+        trainset: Sequence[Any] | None = None,
+        *,
+        teacher: Any = None,
+        valset: Sequence[Any] | None = None,
+    ) -> Any:
+        """Learn a playbook for `student`, offline.
+
+        Args:
+            student: The program; it stays as it is.
+            trainset: Examples to learn from.
+            teacher: Not supported.
+            valset: Examples on which the playbook is validated at the start and after each step: the best one is
+                returned, the start's included, while learning goes on from the last. Without them the last is returned.
+
+        Returns:
+            A new program, with `detailed_results` (a `PlaybookResult`) if `track_stats` is set.
+
+        Raises:
+            ReflectionError: If reflection fails in three steps in a row.
+            ProviderError: If a language model's provider refuses a call for good or cannot be reached.
+            UnknownCostError: If `max_reflection_cost` is set and the reflection LM reports no cost.
+            TypeError: If the student or an example is of the wrong type.
+            ValueError: If there is no trainset, a teacher is given, the program has no predictor, or `log_dir` holds
+                the state of another run.
+
+            Whatever is raised once learning has begun carries `best_program`.
+        """
+        if teacher is not None:
+            raise ValueError("teacher is not supported: a playbook is learned from the student's own rollouts.")
+        examples = check_examples("trainset", () if trainset is None else trainset)
+        validation = None if valset is None else check_examples("valset", valset)
+        return PlaybookRun(self.options, student, examples, validation).execute()
+
+    def learn(self, program: Any, examples: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Predict a window of examples, then learn from it, online.
+
+        The window is one minibatch, whatever `minibatch_size` is. The metric is called exactly once per example, so
+        that is where its feedback has to come from. A window in which reflection fails changes nothing, and is
+        logged. `log_dir` and `num_epochs` are for `compile`.
+
+        Args:
+            program: The program; it stays as it is. Its playbook is where learning starts; if it has none,
+                the one that was given to the optimizer.
+            examples: The window.
+
+        Returns:
+            The predictions, in order, None for each rollout that failed; and the program with the playbook after
+            the window, for the next one.
+
+        Raises:
+            ProviderError: If a language model's provider refuses a call for good or cannot be reached; it carries
+                `best_program`.
+            TypeError: If the program or an example is of the wrong type.
+            ValueError: If there are no examples.
+        """
+        window = check_examples("examples", examples)
+        run = PlaybookRun(self.options, program, window, online=True)
+        learned = run.execute()
+        by_position = dict(zip(run.steps[0].minibatch_ids, run.rollouts, strict=True))
+        return [by_position[position].prediction for position in range(len(window))], learned
