@@ -61,7 +61,7 @@ class Server:
     random_mean: float = 0.4
 
 
-SERVERS = (Server(8, speedup=20), Server(32, speedup=10), Server(128, speedup=4))
+SERVERS = (Server(8, speedup=30), Server(32, speedup=15), Server(128, speedup=6))
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     known = {server.width: server for server in SERVERS}
-    servers = [known.get(width) or Server(width, speedup=4) for width in options.widths]
+    servers = [known.get(width) or Server(width, speedup=6) for width in options.widths]
     if options.quick:
         servers = [replace(server, speedup=4 * server.speedup) for server in servers]
     step, passes = (20, 1) if options.quick else (5, 2)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import cloudpickle
 import dspy
 from dspy.primitives.code_interpreter import CodeInterpreterError
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
@@ -22,6 +23,7 @@ from dspy_combee.executors import Executor
 from dspy_combee.records import Rollout, Usage
 from dspy_combee.reflective_dataset import RecordMaker, ReflectiveDataset, feedback_of
 from dspy_combee.rollout import MapStage, ProgramCopier, RolloutJob, Scorer, program_trace
+from dspy_combee.secrecy import shorten
 
 logger = logging.getLogger("dspy_combee")
 
@@ -45,6 +47,10 @@ class CombeeAdapter(DspyAdapter):
 
     The search is GEPA's; proposals come from the reflection strategy, so `propose_new_texts` is None here.
 
+    Attributes:
+        saved_parts: Parts of the run whose state gepa saves and restores.
+        saves_outputs: Whether gepa saves the outputs, so that they must be picklable.
+
     Args:
         student: The program; it is never changed.
         scorer: Scores the predictions.
@@ -59,7 +65,7 @@ class CombeeAdapter(DspyAdapter):
 
     propose_new_texts: Any = None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         student: Any,
         scorer: Scorer,
@@ -92,6 +98,7 @@ class CombeeAdapter(DspyAdapter):
         self._tool_lines = _tool_lines(student)
         self.observer = observer
         self.saved_parts: dict[str, Any] = {}
+        self.saves_outputs = False
 
     # Candidates ----------------------------------------------------------------------------------------------
 
@@ -174,9 +181,19 @@ class CombeeAdapter(DspyAdapter):
         return [
             _failed_batch(batch, self.failure_score, capture_traces)
             if position in broken
-            else _evaluation_batch([next(rollouts) for _ in batch], capture_traces)
+            else self._evaluation_batch([next(rollouts) for _ in batch], capture_traces)
             for position, (_, batch) in enumerate(items)
         ]
+
+    def _evaluation_batch(self, rollouts: list[Rollout], capture_traces: bool) -> EvaluationBatch[Any, Any]:
+        objectives = [dict(rollout.objective_scores) for rollout in rollouts]
+        outputs = [rollout.prediction for rollout in rollouts]
+        return EvaluationBatch(
+            outputs=[_savable(output) for output in outputs] if self.saves_outputs else outputs,
+            scores=[rollout.score for rollout in rollouts],
+            trajectories=[_trajectory(rollout) for rollout in rollouts] if capture_traces else None,
+            objective_scores=objectives if any(objectives) else None,
+        )
 
     # Reflection records --------------------------------------------------------------------------------------
 
@@ -218,14 +235,14 @@ class CombeeAdapter(DspyAdapter):
                 part.set_state(state[name])
 
 
-def _evaluation_batch(rollouts: list[Rollout], capture_traces: bool) -> EvaluationBatch[Any, Any]:
-    objectives = [dict(rollout.objective_scores) for rollout in rollouts]
-    return EvaluationBatch(
-        outputs=[rollout.prediction for rollout in rollouts],
-        scores=[rollout.score for rollout in rollouts],
-        trajectories=[_trajectory(rollout) for rollout in rollouts] if capture_traces else None,
-        objective_scores=objectives if any(objectives) else None,
-    )
+def _savable(output: Any) -> Any:
+    """The output as gepa can save it; its fields as text where it cannot be pickled."""
+    try:
+        cloudpickle.dumps(output)  # type: ignore[no-untyped-call]
+    except Exception:
+        logger.warning("A prediction that cannot be saved is kept as text: %s", shorten(repr(output), 100))
+        return dspy.Prediction(**{name: str(value) for name, value in output.items()})
+    return output
 
 
 def _trajectory(rollout: Rollout) -> dict[str, Any]:

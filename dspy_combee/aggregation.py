@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from dspy_combee.executors import Executor
+from dspy_combee.lengths import cut_to_fit, estimate_tokens
 from dspy_combee.records import ProposalNode, Reduction
 from dspy_combee.shuffle import augmented_shuffle, default_num_groups, effective_duplication, split_evenly
-from dspy_combee.text import estimate_tokens
 
 logger = logging.getLogger("dspy_combee")
 
@@ -58,14 +58,14 @@ class NodeCall:
     Attributes:
         task: The task it belongs to.
         id: Id of the node.
-        kind: `"propose"` reads records, `"merge"` reads proposals.
+        kind: `"propose"` reads records, `"merge"` reads proposals, `"summarize"` reads one record.
         inputs: Ids of what it reads.
         items: What it reads.
     """
 
     task: ReductionTask
     id: str
-    kind: Literal["propose", "merge"]
+    kind: Literal["propose", "merge", "summarize"]
     inputs: tuple[str, ...]
     items: tuple[Any, ...]
 
@@ -126,8 +126,9 @@ class TreeAggregator:
 
     Args:
         max_fan_in: Proposals that one merge reads at most, at least 2.
-        max_context_tokens: Tokens that the records of one call may take (estimated); None for no limit. A group
-            over it is split.
+        max_context_tokens: Tokens that the current instruction and the records, or proposals, of one call may take
+            (estimated; leave room for the fixed prompt and the reply); None for no limit. A group over it is split,
+            and a record that is over it alone is cut in its middle, with a mark.
 
     Raises:
         TypeError: If an argument is no int.
@@ -160,7 +161,9 @@ class _Tree:
     def __init__(self, task: ReductionTask, max_fan_in: int, max_context_tokens: int | None) -> None:
         self.task = task
         self.max_fan_in = max_fan_in
-        self.max_context_tokens = max_context_tokens
+        self.room: int | None = None
+        if max_context_tokens is not None:
+            self.room = max(1, max_context_tokens - estimate_tokens(task.current))
         n = len(task.records)
         k = default_num_groups(n) if task.num_groups is None else min(task.num_groups, max(1, n))
         self.k = 1 if n < SMALLEST_TREE else k
@@ -202,7 +205,7 @@ class _Tree:
         if len(proposals) == 1:
             self.text = proposals[0][0]
             return []
-        parts = split_evenly(proposals, math.ceil(len(proposals) / self.max_fan_in))
+        parts = split_evenly(proposals, self._num_merges([text for text, _ in proposals]))
         self.waiting = [part[0] for part in parts if len(part) == 1]
         return [
             self._call(index, "merge", tuple(i for _, ids in part for i in ids), [text for text, _ in part])
@@ -227,13 +230,24 @@ class _Tree:
         return NodeCall(self.task, f"{self.level + 1}.{index}", kind, inputs, tuple(items))
 
     def _fitting(self, group: list[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
-        """Split a group until the records of each part fit the token limit (one record always stands)."""
-        if self.max_context_tokens is None or len(group) == 1:
+        """Split a group until the records of each part fit the token limit; one that does not fit alone is cut."""
+        if self.room is None:
             return [group]
-        parts = math.ceil(sum(estimate_tokens(record) for _, record in group) / self.max_context_tokens)
+        parts = math.ceil(sum(estimate_tokens(record) for _, record in group) / self.room)
         if parts <= 1:
             return [group]
+        if len(group) == 1:
+            position, record = group[0]
+            return [[(position, cut_to_fit(record, self.room))]]
         return [fit for part in split_evenly(group, min(parts, len(group))) for fit in self._fitting(part)]
+
+    def _num_merges(self, proposals: list[Any]) -> int:
+        """Merges of a level: as few as fan-in and token limit allow, each of at least two proposals."""
+        merges = math.ceil(len(proposals) / self.max_fan_in)
+        if self.room is not None:
+            tokens = sum(estimate_tokens(proposal) for proposal in proposals)
+            merges = max(merges, min(math.ceil(tokens / self.room), len(proposals) // 2))
+        return merges
 
 
 def _add_proposal(proposals: list[tuple[Any, list[str]]], node: ProposalNode) -> None:
@@ -249,22 +263,3 @@ def _check_int(name: str, value: object, smallest: int) -> None:
         raise TypeError(f"{name} must be an int of at least {smallest}, got {value!r}.")
     if value < smallest:
         raise ValueError(f"{name} must be at least {smallest}, got {value}.")
-
-
-AGGREGATORS: dict[str, Callable[[], Aggregator]] = {"tree": TreeAggregator}
-
-
-def resolve_aggregator(aggregator: str | Aggregator) -> Aggregator:
-    """The aggregator of that name, or the one given.
-
-    Raises:
-        ValueError: If no aggregator has that name.
-        TypeError: If it is neither a name nor an `Aggregator`.
-    """
-    if isinstance(aggregator, str):
-        if aggregator not in AGGREGATORS:
-            raise ValueError(f"Unknown aggregator {aggregator!r}; known are {sorted(AGGREGATORS)}.")
-        return AGGREGATORS[aggregator]()
-    if not isinstance(aggregator, Aggregator):
-        raise TypeError(f"aggregator must be a name or an Aggregator, got {type(aggregator).__name__}.")
-    return aggregator

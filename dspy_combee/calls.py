@@ -30,7 +30,8 @@ from dspy.utils.exceptions import (
 
 from dspy_combee.errors import ProviderError
 from dspy_combee.records import Usage
-from dspy_combee.text import repair, shorten
+from dspy_combee.secrecy import shorten
+from dspy_combee.text import repair
 
 T = TypeVar("T")
 

@@ -128,8 +128,12 @@ class CuratorCalls:
     def timed_out(self, node_call: NodeCall) -> ProposalNode:
         """The node of a call that took too long; of a merge, the deltas united without the call."""
         reason = f"the reflection call took longer than {self.timeout or 0:g} seconds"
+        return replace(self.without_call(node_call, reason), seconds=self.timeout or 0.0)
+
+    def without_call(self, node_call: NodeCall, reason: str) -> CuratorNode:
+        """The node of a call that gives nothing, for this reason; of a merge, the deltas united without it."""
         output = tuple(self._united(node_call)) if node_call.kind == "merge" else None
-        return replace(_node(node_call, output, error=reason), seconds=self.timeout or 0.0)
+        return _node(node_call, output, error=reason)
 
     def _propose(self, node_call: NodeCall) -> CuratorNode:
         inputs = {"playbook": node_call.task.current, "reflections": [as_data(item) for item in node_call.items]}

@@ -19,7 +19,7 @@ from dspy_combee.deltas import Add, Delta, Merge, Refused, Remove, Update
 from dspy_combee.near_duplicates import EmbeddingCosine, NearDuplicates, TokenJaccard, profile
 from dspy_combee.playbook import Playbook
 from dspy_combee.pruning import unite_adds
-from dspy_combee.text import shorten
+from dspy_combee.secrecy import shorten
 
 logger = logging.getLogger("dspy_combee")
 

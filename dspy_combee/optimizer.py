@@ -14,7 +14,8 @@ import dspy
 from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS
 
 from dspy_combee.adapter import CombeeAdapter
-from dspy_combee.aggregation import Aggregator, resolve_aggregator
+from dspy_combee.aggregation import Aggregator
+from dspy_combee.aggregators import resolve_aggregator
 from dspy_combee.batch_size import PowerLawBatchSize
 from dspy_combee.executors import Executor, ThreadExecutor
 from dspy_combee.proposer import CombeeProposer

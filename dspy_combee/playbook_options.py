@@ -12,7 +12,8 @@ from typing import Any
 import dspy
 from dspy.clients.base_lm import BaseLM
 
-from dspy_combee.aggregation import Aggregator, resolve_aggregator
+from dspy_combee.aggregation import Aggregator
+from dspy_combee.aggregators import resolve_aggregator
 from dspy_combee.batch_size import PowerLawBatchSize
 from dspy_combee.delta_merge import EmbedderOrTokens
 from dspy_combee.executors import Executor, ThreadExecutor

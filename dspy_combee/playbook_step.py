@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dspy_combee.aggregation import ReductionTask, resolve_aggregator
+from dspy_combee.aggregation import ReductionTask
+from dspy_combee.aggregators import resolve_aggregator
 from dspy_combee.budget import CostGuard
 from dspy_combee.calls import UsageMeter
 from dspy_combee.curation import CuratorCalls
@@ -101,6 +102,27 @@ class KnownFeedback:
         return self.metric(gold, pred, trace, pred_name, pred_trace)
 
 
+class PlaybookGuard(CostGuard):
+    """A `CostGuard` for curators: what they proposed, and was paid for, is united even when the money is spent.
+
+    Args:
+        executor: Runs the calls.
+        max_cost: US dollars; None for no limit.
+        meter: Holds the reflection-LM usage so far.
+    """
+
+    def __init__(self, executor: Executor, max_cost: float | None, meter: UsageMeter) -> None:
+        super().__init__(executor, max_cost, meter)
+        self._warned = True  # That a wave makes no call is nothing to warn of: most merges need none.
+
+    def map(self, function: Any, items: Sequence[Any], **options: Any) -> list[Any]:
+        """See `CostGuard.map`."""
+        if self.is_spent and isinstance(function, CuratorCalls) and all(item.kind == "merge" for item in items):
+            reason = f"max_reflection_cost=${self.max_cost:g} is spent: the deltas were united without a call"
+            return [function.without_call(item, reason) for item in items]
+        return super().map(function, items, **options)
+
+
 class PlaybookLearner:
     """Runs a program with its playbooks, and learns from the rollouts.
 
@@ -122,7 +144,7 @@ class PlaybookLearner:
         self.meter = UsageMeter()
         self.executor: Executor = options.make_executor()
         timed = TimedCalls(self.executor, options.reflection_timeout)
-        self.guard = CostGuard(timed, options.max_reflection_cost, self.meter)
+        self.guard = PlaybookGuard(timed, options.max_reflection_cost, self.meter)
         self.scorer = Scorer(options.metric, options.failure_score, options.perfect_score)
         self.stage = MapStage(program.copier, self.scorer, self.executor, options.rollout_timeout)
         self.aggregator = resolve_aggregator(options.aggregator)

@@ -45,7 +45,7 @@ def trace_back(steps: Sequence[StepRecord], candidate: int, component: str) -> l
         still the program's own. A candidate that GEPA's merge made has no step of its own and ends the walk.
     """
     made_by = {step.candidate: step for step in steps if step.candidate is not None}
-    found = []
+    found: list[Provenance] = []
     while candidate in made_by:
         step = made_by[candidate]
         found.extend(

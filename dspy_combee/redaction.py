@@ -19,7 +19,7 @@ What counts as a secret (`redact` goes by the look of the text, `redact_data` by
   and after an option such as `--password`. A name that ends in `token` counts when the value has 16 characters or more,
   with a letter and a digit. Left alone are values that name a secret and are none: placeholders (`<key>`,
   `${KEY}`, `****`, `None`, `required`), paths, expressions of code (`os.environ[...]`, `self.password`,
-  `password=password`), and, after `:` or a spaced `=`, bare words without a digit or a sign (prose, annotations).
+  `password=password`), and, unless a lone `=` stands between, bare words without a digit or a sign (prose).
 
 Hashes, UUIDs, base64 images, paths and code have none of these looks and stay. A secret without a known look is not
 found: name it in `extra_secrets`.
@@ -29,31 +29,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 REDACTED = "[redacted]"
 
-_Replacement = str | Callable[[re.Match[str]], str]
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """A pattern that is tried where one of the hints stands in the text, which is much faster to find."""
-
-    hints: tuple[str, ...]
-    pattern: re.Pattern[str]
-    replacement: _Replacement = REDACTED
-    any_case: bool = False
-
-    def apply(self, text: str, lowered: str) -> str:
-        searched = lowered if self.any_case else text
-        if not any(hint in searched for hint in self.hints):
-            return text
-        return self.pattern.sub(self.replacement, text)
-
-
-# Every repetition below has a literal before it or a bound, so that no text takes time quadratic in its length.
+# A literal, which is fast to look for, and the pattern that is tried where it stands in the text. Every repetition,
+# here and below, has a literal before it or a bound, so that no text takes time quadratic in its length.
 _KEYS: tuple[tuple[str, str], ...] = (
     ("sk-", r"sk-(?=[A-Za-z_-]{0,200}[0-9])[A-Za-z0-9_-]{20,}"),
     ("AIza", r"AIza[\w-]{35}"),
@@ -119,7 +100,6 @@ _OPTION = re.compile(rf"(--(?:[a-z]{{1,20}}-){{0,3}}(?:{_NAMES}|token)[ \t]{{1,4
 _SECRET_NAME = re.compile(rf"(?:^|[^A-Za-z]|(?<=[a-z])(?=[A-Z]))(?:{_NAMES})[0-9]?$", re.IGNORECASE)
 _TOKEN_NAME = re.compile(r"token[0-9]?$", re.IGNORECASE)
 
-_NAME_HINTS = ("pass", "pwd", "secret", "key", "token")
 _NO_VALUES = re.compile(
     "none|null|nil|undefined|true|false|yes|str|string|bytes|text|any|optional|required|missing|empty|unset|default|"
     "changeme|placeholder|redacted|invalid|hidden|masked",
@@ -128,6 +108,7 @@ _NO_VALUES = re.compile(
 _MASK = frozenset("*.xX#_•-")
 _STARTS_NO_VALUE = ("$", "<", "{", "[", "(", "%", "/", "./", "../", "~", "@", REDACTED)
 _CODE = re.compile(r"[A-Za-z_]\w*(?:(?:\.|::|->)[A-Za-z_]\w*)*(?:[(\[{].*)?")
+_CLOSING = re.compile(r"[)\]}]+[:.]?$")
 _NAMES_A_SECRET = re.compile(r"passw|pwd|passphrase|secret|token|key|credential", re.IGNORECASE)
 
 
@@ -166,7 +147,7 @@ def _redact_named(match: re.Match[str]) -> str:
             inner = value[len(quote) : -len(quote)]
             found = _is_token(inner) if match.group("token") else _is_value(inner, shortest=1)
             return f"{name}{between}{quote}{REDACTED}{quote}" if found else match.group()
-    value = value.rstrip(")]}")
+    value = _CLOSING.sub("", value)
     rest = match.group(4)[len(value) :]
     tight = between == "="
     found = _is_bare_secret(value, tight) and (not match.group("token") or _is_token(value))
@@ -175,7 +156,7 @@ def _redact_named(match: re.Match[str]) -> str:
 
 def _redact_option(match: re.Match[str]) -> str:
     value = match.group(2).strip("\\\"'")
-    if value.startswith("-") or not _is_bare_secret(value, assigned_tightly=True):
+    if value.startswith("-") or not _is_bare_secret(value, assigned_tightly=False):
         return match.group()
     return match.group(1) + REDACTED
 
@@ -193,15 +174,16 @@ def _redact_bearer(match: re.Match[str]) -> str:
     return match.group(1) + REDACTED
 
 
-_RULES = (
-    _Rule(("PRIVATE KEY",), _KEY_BLOCK),
-    *(_Rule((hint,), re.compile(_NOT_IN_A_WORD + pattern, re.ASCII)) for hint, pattern in _KEYS),
-    _Rule(("://",), _URL_PASSWORD, _redact_second),
-    _Rule(("://",), _URL_TOKEN, _redact_second),
-    _Rule(("authorization",), _AUTHORIZATION, _redact_second, any_case=True),
-    _Rule(("bearer",), _BEARER, _redact_bearer, any_case=True),
-    _Rule(_NAME_HINTS, _NAMED, _redact_named, any_case=True),
-    _Rule(("--",), _OPTION, _redact_option),
+_KEY_PATTERNS = tuple((hint, re.compile(_NOT_IN_A_WORD + pattern, re.ASCII)) for hint, pattern in _KEYS)
+# What stands in the text in lower case where the pattern may match.
+_PATTERNS: tuple[tuple[tuple[str, ...], re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
+    (("private key",), _KEY_BLOCK, lambda match: REDACTED),
+    (("://",), _URL_PASSWORD, _redact_second),
+    (("://",), _URL_TOKEN, _redact_second),
+    (("authorization",), _AUTHORIZATION, _redact_second),
+    (("bearer",), _BEARER, _redact_bearer),
+    (("pass", "pwd", "secret", "key", "token"), _NAMED, _redact_named),
+    (("--",), _OPTION, _redact_option),
 )
 
 
@@ -219,9 +201,13 @@ def redact(text: str, extra_secrets: Iterable[str] = ()) -> str:
     """
     for secret in _checked(extra_secrets):
         text = text.replace(secret, REDACTED)
+    for hint, pattern in _KEY_PATTERNS:
+        if hint in text:
+            text = pattern.sub(REDACTED, text)
     lowered = text.lower()
-    for rule in _RULES:
-        text = rule.apply(text, lowered)
+    for hints, pattern, replacement in _PATTERNS:
+        if any(hint in lowered for hint in hints):
+            text = pattern.sub(replacement, text)
     return text
 
 

@@ -17,7 +17,7 @@ from dspy_combee.errors import CombeeError, OutOfBudgetError, ProviderError, Ref
 from dspy_combee.proposer import CombeeProposer, Job, to_proposal
 from dspy_combee.records import Reduction
 from dspy_combee.steps import StepRecorder
-from dspy_combee.text import shorten
+from dspy_combee.secrecy import shorten
 
 logger = logging.getLogger("dspy_combee")
 

@@ -15,7 +15,7 @@ from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy_combee.executors import Executor
 from dspy_combee.records import ReflectionRecord, Rollout, TraceStep
 from dspy_combee.rollout import Scorer, program_trace, raise_if_provider
-from dspy_combee.text import shorten
+from dspy_combee.secrecy import shorten
 
 logger = logging.getLogger("dspy_combee")
 

@@ -99,12 +99,12 @@ function chart(spec) {
     const x = scale([...all.map((p) => p[0]), ...(spec.choice ? [spec.choice] : [])], spec.log, left, right);
     const y = scale(all.map((p) => p[1]), spec.log, bottom, top);
     const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": spec.label });
-    const ticks = spec.log ? logTicks : linearTicks;
-    for (const v of ticks(y.low, y.high, 5)) {
+    const ticks = spec.log ? logTicks : linearTicks, whole = (v) => !spec.whole || Number.isInteger(v);
+    for (const v of ticks(y.low, y.high, 5).filter(whole)) {
       picture.append(svg("line", { class: "grid", x1: left, x2: right, y1: y.at(v), y2: y.at(v) }));
       picture.append(svg("text", { x: left - 7, y: y.at(v) + 4, "text-anchor": "end" }, figure(v)));
     }
-    for (const v of ticks(x.low, x.high, Math.max(3, Math.floor(width / 80))))
+    for (const v of ticks(x.low, x.high, Math.max(3, Math.floor(width / 80))).filter(whole))
       picture.append(svg("text", { x: x.at(v), y: bottom + 17, "text-anchor": "middle" }, figure(v)));
     picture.append(svg("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }));
     picture.append(svg("text", { x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, spec.x));
@@ -172,7 +172,7 @@ function scores() {
 }
 function delay() {
   const d = data.delay, per = d.num_examples === null ? "seconds per example" : `seconds per epoch of ${figure(d.num_examples)} examples`;
-  if (!d.steps.length && !d.medians.length) return null;
+  if (d.choice === null && new Set(d.steps.map(([n]) => n)).size < 2) return null;
   const dots = (points, kind) => points.filter((p) => p[1] > 0).map(([n, s]) => [n, s, kind, `n = ${n}: ${figure(s)} ${per}`]);
   return section("Delay curve",
     chart({
@@ -283,7 +283,10 @@ function tree(step, component, panel) {
   function choose(id) {
     chosen = id;
     for (const shape of place.querySelectorAll("[data-node]")) shape.setAttribute("aria-pressed", String(shape.dataset.node === id));
-    for (const edge of place.querySelectorAll("[data-to]")) edge.classList.toggle("on", edge.dataset.to === id);
+    for (const edge of place.querySelectorAll("[data-to]")) {
+      edge.classList.toggle("on", edge.dataset.to === id);
+      if (edge.dataset.to === id) edge.parentNode.append(edge);  // Above the others.
+    }
     const read = new Set(byId.get(id).inputs);
     for (const dot of place.querySelectorAll("[data-record]")) dot.classList.toggle("on", read.has(dot.dataset.record));
     panel.replaceChildren(...nodeDetail(step, component, byId.get(id)));
@@ -305,11 +308,11 @@ function tree(step, component, panel) {
     levels.forEach((level, row) => level.forEach((id, i) => at.set(id, [slot(i, level.length), 22 + row * rowHeight])));
     const recordY = 46 + levels.length * rowHeight;
     for (let i = 0; i < records; i++) at.set(`r${i}`, [slot(i, records), recordY]);
-    const picture = svg("svg", { width, height: recordY + (records ? 14 : -70) });
+    const edges = svg("g", {}), picture = svg("svg", { width, height: recordY + (records ? 14 : -70) }, edges);
     for (const node of component.nodes) for (const input of node.inputs) {
       if (!at.has(input)) continue;
       const [x1, y1] = at.get(node.id), [x2, y2] = at.get(input), middle = (y1 + y2) / 2;
-      picture.append(svg("path", { class: "edge", "data-to": node.id, d: `M${x1} ${y1}C${x1} ${middle} ${x2} ${middle} ${x2} ${y2}` }));
+      edges.append(svg("path", { class: "edge", "data-to": node.id, d: `M${x1} ${y1}C${x1} ${middle} ${x2} ${middle} ${x2} ${y2}` }));
     }
     for (let i = 0; i < records; i++) {
       const source = component.sources[i], scores = [step.scores_before[source], step.scores_after[source]].map((s) => figure(s)).join(" to ");
@@ -377,7 +380,7 @@ function playbook(book) {
     ["Conflicts", "number"], ["Refused", "number"], ["Pruned", "number"], ["Deltas that took effect"]];
   const bullets = [...book.bullets].sort((a, b) => (a.gone !== null) - (b.gone !== null));
   return section(`Playbook of ${book.component}`,
-    chart({ x: "step", y: "bullets", label: `Bullets over the steps, ${figure(book.sizes[book.sizes.length - 1].bullets)} at the end`,
+    chart({ whole: true, x: "step", y: "bullets", label: `Bullets over the steps, ${figure(book.sizes[book.sizes.length - 1].bullets)} at the end`,
       lines: [{ kind: "series", points: line("bullets") }], dots: line("bullets").map(([i, n]) => [i, n, "median", `step ${i}: ${many(n, "bullet")}`]) }),
     table(`Playbook of ${book.component} by step`, heads, rows, "cards"),
     fold(`${many(bullets.length, "bullet")} with their counters over time`, () => [

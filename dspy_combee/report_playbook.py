@@ -143,10 +143,10 @@ class _Replay:
 
 
 def _escapes(conflict: Any, merge_index: int) -> bool:
-    """Whether the conflict kept its bullet out of this MERGE: an UPDATE or another MERGE, named first, has it."""
+    """Whether the conflict kept its bullet out of this MERGE: another delta has it, the first that it names."""
     if conflict.kind == "merges":
         return bool(conflict.kept[0] != merge_index)
-    return bool(conflict.kind == "merge_over_updated")
+    return conflict.kind in ("merge_over_updated", "merge_over_removed")
 
 
 def _operations(applied: Iterable[Any]) -> dict[str, int]:

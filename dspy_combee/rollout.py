@@ -32,15 +32,14 @@ from dspy_combee.calls import FATAL_ERRORS, UsageMeter, usage_of
 from dspy_combee.errors import ProviderError
 from dspy_combee.executors import Executor
 from dspy_combee.records import Rollout, TraceStep
-from dspy_combee.text import shorten
+from dspy_combee.secrecy import shorten
 
 logger = logging.getLogger("dspy_combee")
 
 _STAGE_PREFIX = "dspy_combee:"
 _UNCHANGING = (str, bytes, int, float, type(None), Type)
 _MAX_TRACE_SIZE = 10_000
-_MOST_COPIED = 100_000
-"""An attribute with more items than this (or an array of 10 MB) is shared by the copies of a program."""
+_MOST_COPIED = 100_000  # An attribute with more items than this (or an array of 10 MB) is shared by copies.
 
 
 class ProgramCopier:
@@ -293,6 +292,7 @@ class MapStage:
 
     def _rollout(self, run: _Run, prediction: Any, error: str | None, failed_step: TraceStep | None = None) -> Rollout:
         steps = [_step(*entry, originals=run.predictors) for entry in list(run.trace)]
+        run.trace.clear()  # It holds on to the copy that ran.
         return Rollout(
             index=run.job.index,
             example=run.job.example,

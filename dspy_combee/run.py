@@ -11,7 +11,6 @@ from typing import Any
 
 import dspy
 import gepa
-from dspy.teleprompt.gepa.gepa_utils import LoggerAdapter
 from gepa.core.data_loader import ensure_loader
 from gepa.strategies.eval_policy import EvaluationPolicy, FullEvaluationPolicy
 
@@ -27,6 +26,7 @@ from dspy_combee.reflection import RunReflection
 from dspy_combee.result import CombeeResult
 from dspy_combee.rollout import Scorer
 from dspy_combee.sampling import BudgetedSampling, EpochSampler, resolve_selector
+from dspy_combee.secrecy import hide_secrets, keeping_secret, secrets_of
 from dspy_combee.shuffle import default_num_groups
 from dspy_combee.sizes import resolve_sizer
 from dspy_combee.step_log import StepLog
@@ -95,6 +95,15 @@ class Run:
         Returns:
             The program, with `detailed_results` when the optimizer tracks stats.
         """
+        with keeping_secret(self._secrets()):
+            return self._execute()
+
+    def _secrets(self) -> set[str]:
+        predictors = [predictor for _, predictor in self.adapter.student.named_predictors()]
+        lms = [self.reflection.proposer.reflection_lm, dspy.settings.lm, *(p.lm for p in predictors)]
+        return secrets_of(lm for lm in lms if lm is not None)
+
+    def _execute(self) -> Any:
         self._log_plan()
         if self.step_log is not None and not _has_state(self.optimizer.log_dir):
             self.step_log.resume(0)
@@ -152,6 +161,8 @@ class Run:
         may_fail = self.optimizer.use_merge and len(self.seed_candidate) > 1
         with tempfile.TemporaryDirectory(prefix="dspy_combee_") as own_dir:
             run_dir = log_dir or (own_dir if may_fail else None)
+            keeps_outputs = self.optimizer.track_best_outputs or bool(self.extra.get("cache_evaluation"))
+            self.adapter.saves_outputs = run_dir is not None and keeps_outputs
             try:
                 result = gepa.optimize(**self._gepa_arguments(run_dir, self.optimizer.use_merge))
             except ValueError as error:
@@ -206,7 +217,7 @@ class Run:
             "max_metric_calls": self.budget.max_metric_calls,
             "stop_callbacks": [self.reflection.check, self.is_spent, *stoppers],
             "callbacks": callbacks,
-            "logger": LoggerAdapter(logger),
+            "logger": _GepaLogger(),
             "run_dir": run_dir,
             "use_wandb": optimizer.use_wandb,
             "wandb_api_key": optimizer.wandb_api_key,
@@ -281,6 +292,13 @@ class Run:
         return self.adapter.build_program(state.program_candidates[best])
 
 
+class _GepaLogger:
+    """gepa's logger: its lines, without secrets, to this package's logger."""
+
+    def log(self, message: Any) -> None:
+        logger.info("%s", hide_secrets(str(message)))
+
+
 class _ResumedPolicy(EvaluationPolicy[Any, Any]):
     """An evaluation policy for a run that goes on: the seed was validated and paid for when it began.
 
@@ -340,7 +358,11 @@ def _comes_from_merge(error: BaseException) -> bool:
 
 
 def _join(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    twice = sorted(arguments.keys() & extra.keys())
-    if twice:
-        raise TypeError(f"gepa_kwargs repeats {twice}, which CombeeOptimizer passes itself; use its own keywords.")
+    # The last two are not passed on, but they are keywords of this optimizer as they are of dspy.GEPA.
+    own = arguments.keys() | {"reflection_lm", "reflection_minibatch_size"}
+    for name in sorted(own & extra.keys()):
+        raise TypeError(
+            f"gepa.api.optimize() got multiple values for keyword argument {name!r}: it stands in gepa_kwargs, and "
+            "is a keyword of CombeeOptimizer itself."
+        )
     return {**arguments, **extra}

@@ -11,6 +11,7 @@ from typing import Any
 from dspy_combee.budget import Ledger
 from dspy_combee.records import Reduction, Rollout, StepRecord, Usage
 from dspy_combee.sampling import EpochSampler
+from dspy_combee.secrecy import shorten
 from dspy_combee.sizes import StepTiming
 from dspy_combee.step_log import StepLog
 
@@ -189,7 +190,7 @@ class StepRecorder:
     def on_error(self, event: Any) -> None:
         """The step has raised; `on_iteration_end` follows."""
         error = event["exception"]
-        self._error = f"the step raised {type(error).__name__}: {error}"
+        self._error = f"the step raised {type(error).__name__}: {shorten(str(error))}"
 
     def on_iteration_end(self, event: Any) -> None:
         """The step is over: its records are made."""

@@ -79,14 +79,3 @@ def _same_type(value: Any) -> Any:
 
 def _fields(model: BaseModel) -> dict[str, Any]:
     return {**vars(model), **(model.model_extra or {})}
-
-
-def estimate_tokens(value: Any) -> int:
-    """A rough count of the tokens of `value` as text: a quarter of its UTF-8 bytes, at least 1."""
-    return max(1, len(str(value).encode("utf-8", "replace")) // 4)
-
-
-def shorten(text: str, limit: int = 500) -> str:
-    """`text` on one line, cut at `limit` characters with a mark."""
-    line = " ".join(text.split())
-    return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -26,8 +26,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dspy_combee.redaction import redact
-from dspy_combee.text import shorten
+from dspy_combee.secrecy import shorten
 from dspy_combee.trace_types import Trace, TraceError, TraceMessage, as_score
 
 _FORMAT = "dspy_combee.trace"
@@ -159,7 +158,7 @@ def validate_atif(value: Any) -> None:
         first, *others = error.errors(include_url=False, include_input=False, include_context=False)
         where = ".".join(str(part) for part in first["loc"])
         more = f" (and {len(others)} more)" if others else ""
-        what = redact(shorten(first["msg"], 300))
+        what = shorten(first["msg"], 300)
         raise TraceError(f"not an ATIF trajectory: {where + ': ' if where else ''}{what}{more}") from None
 
 

@@ -3,17 +3,19 @@
 What stays longest: the task, what was said of the run (score, errors, the verifier's output), the last steps, and
 outputs of tools that look like errors. Outputs of tools are cut first, each to its beginning and its end; then steps
 of the middle are left out; then what is left of long messages is cut. Each cut leaves a mark that says how much is
-gone. Tokens are counted as by `text.estimate_tokens`: a quarter of the UTF-8 bytes.
+gone. Tokens are counted as by `lengths.estimate_tokens`: a quarter of the ASCII characters and all of the others.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from dspy_combee.lengths import estimate_tokens
 from dspy_combee.program_traces import plain_text
 from dspy_combee.records import ReflectionRecord
 from dspy_combee.trace_types import Trace, TraceMessage
@@ -21,7 +23,8 @@ from dspy_combee.trace_types import Trace, TraceMessage
 # Under this a record would be little more than its keys.
 MIN_RECORD_TOKENS = 64
 
-_BYTES_PER_TOKEN = 4
+# Lengths and limits in here are in quarters of a token: an ASCII character is one, any other four.
+_QUARTERS = 4
 # Of the room: what the task, the feedback, the outputs and the steps may take when all of them want more.
 _SHARES = (0.25, 0.25, 0.1, 0.4)
 _LEAST_OUTPUT = 120
@@ -40,8 +43,8 @@ def render_trace(trace: Trace, max_tokens: int | None = None) -> str:
 
     Args:
         trace: The trace.
-        max_tokens: The most tokens that the text may have, by `text.estimate_tokens`; None for no limit. It is
-            never more, and the text is never empty.
+        max_tokens: The most tokens that the text may have (estimated); None for no limit. It is never more, and the
+            text is never empty.
 
     Raises:
         ValueError: If `max_tokens` is no int >= 1.
@@ -68,23 +71,20 @@ def to_record(trace: Trace, max_tokens: int | None = None, source: int = 0) -> R
 
     Args:
         trace: The trace.
-        max_tokens: The most tokens that the record may have, by `text.estimate_tokens` of the record; None for no
-            limit. It is never more.
+        max_tokens: The most tokens that the record may have (estimated); None for no limit. It is never more.
         source: Position of the trace in its minibatch.
 
     Raises:
         ValueError: If `max_tokens` is no int >= 64.
     """
-    limit = _limit(max_tokens, MIN_RECORD_TOKENS)
+    room = _limit(max_tokens, MIN_RECORD_TOKENS)
     parts = _Parts.of(trace)
-    outputs = dict(trace.outputs)
-    record = _record(trace.inputs, outputs, parts, source)
-    room = limit
-    while limit is not None and room is not None and (size := _size(str(record))) > limit:
-        # What takes more room in a record than as text (keys, line ends) is only known when it is made.
-        room = int(room * min(0.97, limit / size)) if room < limit else limit - 1
+    record = _record(trace.inputs, trace.outputs, parts, source)
+    while max_tokens is not None and room is not None and (tokens := estimate_tokens(record)) > max_tokens:
         fitted = parts.fitted(room)
         record = _record(fitted.inputs, fitted.outputs, fitted, source)
+        # How much the record takes beyond its texts is only known when it is made.
+        room = int(room * min(0.97, max_tokens / tokens)) if tokens < 2 * max_tokens else room - room // 8
     return record
 
 
@@ -97,12 +97,12 @@ def _record(inputs: Mapping[str, Any], outputs: Mapping[str, Any], parts: _Parts
 
 
 def _limit(max_tokens: int | None, least: int) -> int | None:
-    """The limit in bytes."""
+    """The limit in quarters of a token."""
     if max_tokens is None:
         return None
     if type(max_tokens) is not int or max_tokens < least:
         raise ValueError(f"max_tokens must be an int >= {least} or None, got {max_tokens!r}")
-    return max_tokens * _BYTES_PER_TOKEN
+    return max_tokens * _QUARTERS
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class _Parts:
         return cls(inputs, _feedback(trace), outputs, messages, _joined(messages, range(len(messages))))
 
     def fitted(self, limit: int) -> _Parts:
-        """The parts cut so that their texts take no more than `limit` bytes together."""
+        """The parts cut so that their texts take no more than `limit` together."""
         sizes = [_fields_size(self.inputs), _size(self.feedback), _fields_size(self.outputs), _size(self.steps)]
         task, feedback, outcome, steps = allot(sizes, _SHARES, max(0, limit))
         return _Parts(
@@ -167,7 +167,7 @@ def _fit_fields(fields: Mapping[str, str], limit: int) -> dict[str, str]:
 
 
 def _fit_steps(messages: Sequence[TraceMessage], limit: int) -> str:
-    """The steps in `limit` bytes: outputs of tools cut to what the messages leave, else the middle left out."""
+    """The steps in no more than `limit`: outputs of tools cut to what the messages leave, else the middle left out."""
     heads = [_size(_head(message)) + 1 for message in messages]
     sizes = [_size(message.text) for message in messages]
     outputs = [index for index, message in enumerate(messages) if message.kind in ("output", "input")]
@@ -274,17 +274,24 @@ def allot(sizes: Sequence[int], weights: Sequence[float], total: int, least: int
 
 
 def cut(text: str, limit: int) -> str:
-    """`text` in at most `limit` UTF-8 bytes: its beginning and, twice as much, its end, with a mark between them."""
-    data = text.encode("utf-8", "replace")
-    if len(data) <= limit:
+    """`text` in at most `limit` quarters of a token: its beginning and, twice as much, its end, a mark between them."""
+    if _size(text) <= limit:
         return text
     room = limit - len(f"\n[... {len(text):,} characters cut ...]\n")
     if room < 16:
-        return data[: max(0, limit)].decode("utf-8", "ignore")
-    head = data[: room // 3].decode("utf-8", "ignore")
-    end = data[len(data) - (room - room // 3) :].decode("utf-8", "ignore")
+        return _start(text, max(0, limit))
+    head, end = _start(text, room // 3), _start(text[: -room - 1 : -1], room - room // 3)[::-1]
     return f"{head}\n[... {len(text) - len(head) - len(end):,} characters cut ...]\n{end}"
 
 
+def _start(text: str, limit: int) -> str:
+    """As much of the beginning of `text` as `limit` holds."""
+    text = text[:limit]
+    if text.isascii():
+        return text
+    return text[: bisect_right(range(len(text)), limit, key=lambda length: _size(text[: length + 1]))]
+
+
 def _size(text: str) -> int:
-    return len(text.encode("utf-8", "replace"))
+    """How long a text is, in quarters of a token."""
+    return len(text) if text.isascii() else _QUARTERS * len(text) - 3 * len(text.encode("ascii", "ignore"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dspy_combee.errors import CombeeError
-from dspy_combee.redaction import redact
+from dspy_combee.secrecy import hide_secrets
 from dspy_combee.text import repair
 
 KINDS = ("system", "user", "agent", "reasoning", "input", "call", "output")
@@ -26,7 +26,7 @@ class TraceError(CombeeError, ValueError):
 
     def __init__(self, message: str, place: str | os.PathLike[str] = "") -> None:
         self.place = os.fspath(place)
-        message = redact(message)
+        message = hide_secrets(message)
         super().__init__(f"{self.place}: {message}" if self.place else message)
 
 

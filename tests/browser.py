@@ -12,11 +12,19 @@ from pathlib import Path
 from typing import Any
 
 NAMES = "chromium", "chromium-browser", "google-chrome", "chrome"
-OPTIONS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --hide-scrollbars --remote-debugging-pipe"
-).split()
-# Chromium reads commands from descriptor 3 and writes to descriptor 4.
+OPTIONS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+]
+# Chromium reads commands from descriptor 3 and writes to descriptor 4. Copied twice, neither end is in the way.
 LAUNCH = (
     "import os, sys; r, w = (os.dup(int(fd)) for fd in sys.argv[1:3]);"
     "r, w = os.dup(r), os.dup(w); os.dup2(r, 3); os.dup2(w, 4); os.execvp(sys.argv[3], sys.argv[3:])"
@@ -35,8 +43,10 @@ class Browser:
         read_end, self._to = os.pipe()
         self._from, write_end = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, str(read_end), str(write_end), executable, *OPTIONS]
-            + [f"--user-data-dir={profile}", "about:blank"],
+            [
+                *(sys.executable, "-c", LAUNCH, str(read_end), str(write_end), executable, *OPTIONS),
+                *(f"--user-data-dir={profile}", "about:blank"),
+            ],
             pass_fds=(read_end, write_end),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -175,6 +175,8 @@ def test_failures_in_a_batch_and_in_its_records():
     assert batch.outputs[1] is None
     assert batch.objective_scores == [{"brief": 1.0}, {}, {"brief": 1.0}]
     assert isinstance(batch.trajectories[1]["prediction"], FailedPrediction)
+    first = batch.trajectories[0]["score"]  # As a prediction: DSPy's records of Flex code look for that.
+    assert (first.score, first.feedback) == (0.5, "good q0")
     assert list(dataset) == ["second", "first"]
     assert dataset.scores is batch.scores
     assert [record["Feedback"] for record in dataset["first"]] == [

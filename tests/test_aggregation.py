@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_combee import Aggregator, ProposalNode, ThreadExecutor, TreeAggregator
-from dspy_combee.aggregation import AGGREGATORS, NodeCall, ReductionTask, resolve_aggregator
-from dspy_combee.text import estimate_tokens
+from dspy_combee.aggregation import NodeCall, ReductionTask
+from dspy_combee.aggregators import AGGREGATORS, resolve_aggregator
+from dspy_combee.lengths import estimate_tokens
 
 WAIT = 30
 

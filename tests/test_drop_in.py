@@ -175,7 +175,19 @@ def test_a_wrong_number_of_budgets_raises_what_dspy_gepa_raises_and_names_ours(o
     assert "num_epochs" in ours[1]
 
 
-@pytest.mark.parametrize("name", ["seed", "adapter", "trainset", "perfect_score", "run_dir", "raise_on_exception"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "seed",
+        "adapter",
+        "trainset",
+        "perfect_score",
+        "run_dir",
+        "raise_on_exception",
+        "reflection_minibatch_size",
+        "reflection_lm",
+    ],
+)
 def test_a_keyword_repeated_in_gepa_kwargs_is_a_type_error_as_in_dspy_gepa(name):
     options = {"gepa_kwargs": {name: 1}}
     theirs, ours = outcome(dspy.GEPA, dict(options), {}), outcome(CombeeOptimizer, dict(options), {})

@@ -261,6 +261,17 @@ def test_the_run_ends_when_the_reflection_money_is_spent():
     assert issubclass(OutOfBudgetError, Exception)
 
 
+def test_what_the_curators_were_paid_for_is_kept_when_the_money_is_spent(caplog):
+    lm = playbook_lm()
+    with dspy.context(lm=lm):
+        run = priced_run(lm, 6.0, Priced(), minibatch_size=4)
+        program = run.execute()
+    assert len(contents(program)) == 4
+    assert len(run.steps) == 1
+    assert "without a call" in run.steps[0].reason
+    assert "sees only calls" not in caplog.text
+
+
 def test_an_unknown_cost_is_an_error():
     lm = playbook_lm()
     with dspy.context(lm=lm), pytest.raises(UnknownCostError) as caught:

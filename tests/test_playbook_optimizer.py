@@ -375,6 +375,20 @@ def test_reflection_ids_go_on_after_those_of_a_starting_playbook():
     assert second.steps[0].reflections[0].id == "s2.r0"
 
 
+def test_an_embedder_tells_near_duplicates():
+    def embedder(texts):
+        return [[1.0, 0.0] if "income" in text else [0.0, 1.0] for text in texts]
+
+    def curator(prompt):
+        ids = [item["id"] for item in field(prompt, "reflections")]
+        text = "Compare income with equity" if "s1.r0" in ids else "Equity shares the whole income"
+        return {"operations": [add(text, *ids)]}
+
+    options = {"n_train": 9, "minibatch_size": 9, "duplication_factor": 1}
+    assert len(contents(learn(playbook_lm(curator=curator), **options))) == 2
+    assert len(contents(learn(playbook_lm(curator=curator), embedder=embedder, **options))) == 2 - 1
+
+
 # Validation
 
 

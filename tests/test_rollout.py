@@ -8,6 +8,7 @@ import logging
 import math
 import random
 import threading
+import weakref
 from typing import Any
 
 import dspy
@@ -361,15 +362,37 @@ def test_copying_what_changed_since(caplog):
 
 
 def test_long_history_is_not_copied():
+    copies = []
+
+    class Entry:
+        def __deepcopy__(self, memo):
+            copies.append(self)
+            return self
+
     program = dspy.Predict("question -> answer")
-    program.history = [Uncopyable()]
+    program.history = [Entry()]
     new = ProgramCopier(program).copy(program)
     assert new.history == []
+    assert copies == []
 
 
-class Uncopyable:
-    def __deepcopy__(self, memo):
-        raise AssertionError("copied")
+def test_copies_are_freed_when_their_rollout_ends():
+    made: list[Any] = []
+    alive: list[int] = []
+
+    class Watched(dspy.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.solve = dspy.Predict("question -> answer")
+
+        def forward(self, question):
+            alive.append(sum(reference() is not None for reference in made))
+            made.append(weakref.ref(self.solve))
+            return self.solve(question=question)
+
+    rollouts = run(Watched(), examples(8), num_threads=1)
+    assert [rollout.error for rollout in rollouts] == [None] * 8
+    assert alive == [0] * 8
 
 
 # Scores -------------------------------------------------------------------------------------------------------
