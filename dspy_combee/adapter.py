@@ -20,9 +20,11 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from gepa import EvaluationBatch
 
 from dspy_combee.executors import Executor
+from dspy_combee.program_copies import ProgramCopier
 from dspy_combee.records import Rollout, Usage
 from dspy_combee.reflective_dataset import RecordMaker, ReflectiveDataset, feedback_of
-from dspy_combee.rollout import MapStage, ProgramCopier, RolloutJob, Scorer, program_trace
+from dspy_combee.rollout import MapStage, RolloutJob
+from dspy_combee.scoring import Scorer, program_trace
 from dspy_combee.secrecy import shorten
 
 logger = logging.getLogger("dspy_combee")
@@ -37,8 +39,8 @@ class RolloutObserver(Protocol):
         """These rollouts were made, with traces or without; others that were cut short had used something too."""
         ...
 
-    def note_feedback(self, metric_calls: int) -> None:
-        """The metric was asked for feedback this many times."""
+    def note_feedback(self, metric_calls: int, usage: Usage) -> None:
+        """The metric was asked for feedback this many times; its language-model calls took this."""
         ...
 
 
@@ -212,7 +214,7 @@ class CombeeAdapter(DspyAdapter):
         plain = [component for component in components_to_update if component not in self._flex_paths]
         records = self.record_maker.records(rollouts, plain)
         if self.observer is not None:
-            self.observer.note_feedback(self.record_maker.take_feedback_calls())
+            self.observer.note_feedback(*self.record_maker.take_feedback_calls())
         records.update({component: code_reflective_records(eval_batch) for component in code})
         for component in components_to_update:
             if not records[component]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +11,10 @@ from dspy_combee.aggregation import CallFunction, NodeCall, ReductionTask
 from dspy_combee.executors import Executor
 from dspy_combee.records import ProposalNode, Reduction
 
-logger = logging.getLogger("dspy_combee")
-
 Embed = Callable[[list[str]], Any]
+
+_STARTS = 5
+_ITERATIONS = 20
 
 
 class FlatAggregator:
@@ -35,8 +35,9 @@ class TopKAggregator:
 
     Args:
         num_clusters: K, at least 1; the paper's is 5.
-        embedder: Takes texts and gives one vector each, such as a `dspy.Embedder`. Default: TF-IDF from
-            scikit-learn (`pip install dspy-combee[tfidf]`), which is ours and not the paper's.
+        embedder: Takes texts and gives one vector each, such as a `dspy.Embedder` (what it costs is not part of
+            the account). Default: TF-IDF from scikit-learn (`pip install dspy-combee[tfidf]`), which is ours and
+            not the paper's.
 
     Raises:
         TypeError: If `num_clusters` is no int, or `embedder` cannot be called.
@@ -63,9 +64,13 @@ class TopKAggregator:
 
     def _chosen(self, task: ReductionTask) -> tuple[int, ...]:
         """Positions of the records that are kept, in order."""
-        if len(task.records) <= self.num_clusters:
-            return tuple(range(len(task.records)))
-        return nearest_to_centres(self.embedder([_text(r) for r in task.records]), self.num_clusters, task.rng)
+        texts = [_text(record) for record in task.records]
+        if len(texts) <= self.num_clusters:
+            return tuple(range(len(texts)))
+        vectors = self.embedder(texts)
+        if len(vectors) != len(texts):
+            raise ValueError(f"The embedder gave {len(vectors)} vectors for {len(texts)} texts.")
+        return nearest_to_centres(vectors, self.num_clusters, task.rng)
 
 
 class SummarizeAggregator:
@@ -147,27 +152,52 @@ def _reduction(task: ReductionTask, nodes: list[ProposalNode], error: str | None
 def nearest_to_centres(vectors: Any, num_clusters: int, rng: random.Random) -> tuple[int, ...]:
     """Cluster vectors by k-means, and give the position of the one nearest to the centre of each cluster.
 
+    The best of several starts is taken (k-means++ each, drawn from `rng`).
+
     Args:
         vectors: One row for each record.
-        num_clusters: K, below the number of rows.
+        num_clusters: K.
         rng: Source of the first centres.
 
     Returns:
-        The positions in order, at most K (equal vectors share a cluster).
+        The positions in order: K of them, or as many as there are different vectors if that is fewer.
+
+    Raises:
+        ValueError: If the vectors are no matrix of finite numbers.
     """
     import numpy as np
-    from scipy.cluster.vq import kmeans2
 
     rows = np.asarray(vectors, dtype=float)
-    seed = np.random.default_rng(rng.getrandbits(32))
-    centres, labels = kmeans2(rows, num_clusters, minit="++", seed=seed, missing="warn")
-    distances = np.linalg.norm(rows - centres[labels], axis=1)
-    nearest: dict[int, int] = {}
-    for position, label in enumerate(labels):
-        best = nearest.get(int(label))
-        if best is None or distances[position] < distances[best]:
-            nearest[int(label)] = position
-    return tuple(sorted(nearest.values()))
+    if rows.ndim != 2 or not np.isfinite(rows).all():
+        raise ValueError(f"The embedder must give one vector of finite numbers for each text, got shape {rows.shape}.")
+    clusterings = [found for _ in range(_STARTS) if (found := _k_means(rows, num_clusters, rng)) is not None]
+    if not clusterings:  # Each start lost a cluster on the way, which takes vectors in very odd places.
+        return nearest_to_centres(rows, num_clusters - 1, rng)
+    labels, distances = min(clusterings, key=lambda found: float((found[1] ** 2).sum()))
+    order = np.lexsort((np.arange(len(rows)), distances, labels))
+    _, first = np.unique(labels[order], return_index=True)
+    return tuple(sorted(int(position) for position in order[first]))
+
+
+def _k_means(rows: Any, num_clusters: int, rng: random.Random) -> tuple[Any, Any] | None:
+    """One start of k-means: the cluster of each row, and how far it is from the centre; None if one stays empty."""
+    import numpy as np
+    from scipy.cluster.vq import ClusterError, kmeans2
+
+    chosen = [rng.randrange(len(rows))]
+    nearest = _squared_distances(rows, rows[chosen[0]])
+    while len(chosen) < num_clusters and nearest.any():
+        chosen += rng.choices(range(len(rows)), nearest.tolist())
+        nearest = np.minimum(nearest, _squared_distances(rows, rows[chosen[-1]]))
+    try:
+        centres, labels = kmeans2(rows, rows[chosen], iter=_ITERATIONS, minit="matrix", missing="raise")
+    except ClusterError:
+        return None
+    return labels, np.sqrt(_squared_distances(rows, centres[labels]))
+
+
+def _squared_distances(rows: Any, others: Any) -> Any:
+    return ((rows - others) ** 2).sum(axis=1)
 
 
 def _text(record: Any) -> str:

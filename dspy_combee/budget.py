@@ -148,9 +148,9 @@ class Ledger:
         usage = sum((rollout.usage for rollout in rollouts), cut_short)
         self.spent = self.spent.plus(phase, len(rollouts), usage)
 
-    def add_feedback(self, metric_calls: int) -> None:
-        """Account for metric calls that asked for feedback."""
-        self.spent = self.spent.plus("feedback", metric_calls, Usage())
+    def add_feedback(self, metric_calls: int, usage: Usage = NOTHING) -> None:
+        """Account for metric calls that asked for feedback, and what their language-model calls took."""
+        self.spent = self.spent.plus("feedback", metric_calls, usage)
 
     def get_state(self) -> Spent:
         """What a resumed run needs to go on counting."""

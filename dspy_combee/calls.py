@@ -10,7 +10,8 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from dspy.utils.exceptions import (
     LMError,
     LMLockTimeoutError,
     LMRateLimitError,
+    LMServerError,
     LMTimeoutError,
     LMTransportError,
     LMUnsupportedModelError,
@@ -44,6 +46,8 @@ FATAL_ERRORS = (LMAuthError, LMBillingError, LMConfigurationError, LMUnsupported
 
 # Errors that say nothing about the prompt and may pass: the executor tries again, with back-off.
 TRANSIENT_ERRORS = (LMRateLimitError, LMTimeoutError, LMTransportError, LMLockTimeoutError)
+# The HTTP statuses of a provider that is down or overloaded. (500 may be the prompt's doing.)
+_UNAVAILABLE = {502, 503, 504, 529}
 
 # Only what a reply begins with is thinking; a tag further on is part of what it says.
 _THINKING = re.compile(r"(?:\s*<think(?:ing)?>.*?</think(?:ing)?>)+", re.DOTALL | re.IGNORECASE)
@@ -77,11 +81,11 @@ class LMCallResult:
     usage: Usage
 
 
-class _Listener(dspy.Module):
-    """Runs a function; its `history` then holds the LM calls made inside, this thread's only."""
+@dataclass(frozen=True)
+class _Ear:
+    """Stands among the modules that a call is made in."""
 
-    def forward(self, function: Callable[[], Any]) -> Any:
-        return function()
+    history: list[Mapping[str, Any]]
 
 
 def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | Mapping[str, type] = ()) -> LMCallResult:
@@ -105,24 +109,21 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
     history: list[Mapping[str, Any]] = []
     unrecorded, value, error = 0, None, None
     for attempt in range(ATTEMPTS):
-        listener: Any = _Listener()  # type: ignore[no-untyped-call]
+        heard: list[Mapping[str, Any]] = []
         attempt_lm = lm if attempt == 0 else lm.copy(cache=False)
         try:
-            with dspy.context(lm=attempt_lm, disable_history=False, max_history_size=1000):
-                text = listener(function)
-            _check_replies(listener.history, json_fields)
+            with dspy.context(lm=attempt_lm, disable_history=False, max_history_size=1000), hearing(heard):
+                text = function()
+            _check_replies(heard, json_fields)
             value, error = text if isinstance(json_fields, Mapping) else _check_text(text, json_fields), None
         except FATAL_ERRORS as fatal:
             raise ProviderError(f"The reflection LM refused the call: {shorten(str(fatal))}") from fatal
-        except TRANSIENT_ERRORS as passing:
-            text = f"The reflection LM cannot be reached: {shorten(str(passing))}"
-            error_out = ProviderError(text, transient=True, retry_after=passing.retry_after)
-            error_out.usage = usage_of([*history, *listener.history])
-            raise error_out from passing
         except Exception as failure:
-            error = _cause(failure, listener.history, json_fields)
+            if _may_pass(failure):
+                raise _unreachable(failure, usage_of([*history, *heard])) from failure
+            error = _cause(failure, heard, json_fields)
             unrecorded += isinstance(failure, LMError)
-        history.extend(listener.history)
+        history.extend(heard)
         if error is None:
             break
     last: Mapping[str, Any] = history[-1] if history else {}
@@ -136,6 +137,27 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
     )
 
 
+def _may_pass(failure: BaseException) -> bool:
+    """Whether an error says nothing about the prompt and may pass."""
+    if isinstance(failure, TRANSIENT_ERRORS):
+        return True
+    if not isinstance(failure, LMServerError):
+        return False
+    cause: BaseException | None = failure
+    while cause is not None:
+        if type(cause).__name__ == "APIConnectionError":
+            return True  # LiteLLM makes a server error of a connection that failed.
+        cause = cause.__cause__ or cause.__context__
+    return failure.status in _UNAVAILABLE
+
+
+def _unreachable(failure: Exception, usage: Usage) -> ProviderError:
+    text = f"The reflection LM cannot be reached: {shorten(str(failure))}"
+    error = ProviderError(text, transient=True, retry_after=getattr(failure, "retry_after", None))
+    error.usage = usage
+    return error
+
+
 def _cause(
     failure: Exception, history: Sequence[Mapping[str, Any]], json_fields: Sequence[str] | Mapping[str, type]
 ) -> str:
@@ -147,12 +169,16 @@ def _cause(
     return f"{type(failure).__name__}: {shorten(str(failure))}"
 
 
-def listen(function: Callable[[], T]) -> tuple[T, Usage]:
-    """Run `function` and tell what the language-model calls inside it took."""
-    listener: Any = _Listener()  # type: ignore[no-untyped-call]
-    with dspy.context(disable_history=False, max_history_size=1000):
-        value = listener(function)
-    return value, usage_of(listener.history)
+@contextmanager
+def hearing(history: list[Mapping[str, Any]]) -> Iterator[None]:
+    """While this lasts, the language-model calls that are made inside are added to `history`.
+
+    Where DSPy's history is turned off (`disable_history`), nothing is.
+    """
+    # DSPy adds each call to the `history` of every module that it was made in.
+    ear = _Ear(history)
+    with dspy.context(caller_modules=[*(dspy.settings.caller_modules or []), ear]):
+        yield
 
 
 def usage_of(history: Sequence[Mapping[str, Any]]) -> Usage:

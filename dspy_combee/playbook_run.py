@@ -191,7 +191,7 @@ class PlaybookRun:
         self.ledger.add_rollouts("profiling" if profiling else "rollouts", self.rollouts, cut_short)
         ran = self.clock()
         outcome = self.learner.learn(before, self.rollouts, self._first_step + number)
-        self.ledger.add_feedback(outcome.feedback_calls)
+        self.ledger.add_feedback(outcome.feedback_calls, outcome.feedback_usage)
         ended = self.clock()
         used = sum((rollout.usage for rollout in self.rollouts), outcome.reflection_usage)
         flaw = _flaw(outcome, decision, used)

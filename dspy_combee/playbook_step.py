@@ -6,7 +6,7 @@ import logging
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dspy_combee.aggregation import ReductionTask
@@ -25,7 +25,8 @@ from dspy_combee.playbook_records import PlaybookChange, Reflection
 from dspy_combee.playbook_reflection import ReflectionJob, Reflector, curator_record
 from dspy_combee.records import Reduction, Rollout, Usage
 from dspy_combee.reflective_dataset import RecordMaker, feedback_of
-from dspy_combee.rollout import MapStage, RolloutJob, Scorer
+from dspy_combee.rollout import MapStage, RolloutJob
+from dspy_combee.scoring import Scorer
 from dspy_combee.structured import TimedCalls
 from dspy_combee.text import as_text
 
@@ -44,6 +45,7 @@ class StepOutcome:
         reductions: The curators' tree of each component.
         changes: What happened to each playbook.
         feedback_calls: Metric calls that asked for feedback on a predictor.
+        feedback_usage: What the metric's own language-model calls took in them.
         failed: Whether reflection failed: it proposed nothing, and not because there was nothing to say.
         reason: Why the step changed nothing, or less than it should; empty where all went well.
     """
@@ -53,6 +55,7 @@ class StepOutcome:
     reductions: tuple[Reduction, ...]
     changes: tuple[PlaybookChange, ...]
     feedback_calls: int = 0
+    feedback_usage: Usage = field(default_factory=Usage)
     failed: bool = False
     reason: str = ""
 
@@ -170,7 +173,7 @@ class PlaybookLearner:
         reflections: list[Reflection] = []
         reductions: list[Reduction] = []
         reason = ""
-        jobs, feedback_calls = self._jobs(playbooks, rollouts, step)
+        jobs, feedback_calls, feedback_usage = self._jobs(playbooks, rollouts, step)
         tagged = {name: playbook.tag(()) for name, playbook in playbooks.items()}
         try:
             reflector = Reflector(self.options.reflection_lm, self.meter, self.options.reflection_timeout)
@@ -188,13 +191,17 @@ class PlaybookLearner:
             reductions=tuple(reductions),
             changes=tuple(changes),
             feedback_calls=feedback_calls,
+            feedback_usage=feedback_usage,
             failed=bool(failure) and all(made.text is None for made in reductions),
             reason=reason or failure or _notes(reflections, reductions),
         )
 
     # Reflection ----------------------------------------------------------------------------------------------
 
-    def _jobs(self, playbooks: Playbooks, rollouts: Sequence[Rollout], step: int) -> tuple[list[ReflectionJob], int]:
+    def _jobs(
+        self, playbooks: Playbooks, rollouts: Sequence[Rollout], step: int
+    ) -> tuple[list[ReflectionJob], int, Usage]:
+        """The reflections to make, the metric calls for feedback, and what those took."""
         if self.options.reflect_on == "failures":
             perfect = self.options.perfect_score
             rollouts = [item for item in rollouts if item.error is not None or item.score < perfect]
@@ -207,6 +214,7 @@ class PlaybookLearner:
             Scorer(feedback, self.options.failure_score), executor, keep_unparsed=True, warn_of_mismatch=False
         )
         records = maker.records(rollouts, list(self.program.bases))
+        _, usage = maker.take_feedback_calls()
         expected = {item.index: self._expected(item.example) for item in rollouts}
         found = [(name, record) for name, made in records.items() for record in made]
         jobs = [
@@ -221,7 +229,7 @@ class PlaybookLearner:
             )
             for number, (name, record) in enumerate(found)
         ]
-        return jobs, feedback.calls
+        return jobs, feedback.calls, usage
 
     def _expected(self, example: Any) -> Mapping[str, Any] | None:
         if not self.options.use_ground_truth:

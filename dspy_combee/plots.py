@@ -66,8 +66,7 @@ def plot_delay(steps: Sequence[StepRecord], ax: Axes | None = None) -> Axes:
         axes.plot(*_columns(curve.line), "--", color="black", linewidth=1, label="fit")
     if curve.choice is not None:
         axes.axvline(curve.choice, color=GOOD, label=f"chosen n = {curve.choice}")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    _make_logarithmic(axes)
     axes.set_xlabel("minibatch size n")
     whole = "example" if curve.num_examples is None else f"epoch of {curve.num_examples} examples"
     axes.set_ylabel(f"seconds per {whole}")
@@ -130,6 +129,17 @@ def _choose(steps: Sequence[StepRecord], iteration: int | None, component: str |
     found = [pair for pair in found if pair[0].accepted] or found
     chosen = found[-1][0]
     return next(pair for pair in found if pair[0] is chosen)
+
+
+def _make_logarithmic(axes: Axes) -> None:
+    from matplotlib import ticker
+
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):  # Matplotlib's own labels, 2 x 10^1, stand in each other's way.
+        axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

@@ -49,7 +49,10 @@ class _Run:
             score, feedback = judged.get("score"), judged.get("feedback") if feedback is None else feedback
         self.inputs = _inputs(example)
         self.prediction = prediction
-        self.score = None if score is None else as_score(score)
+        try:
+            self.score = None if score is None else as_score(score)
+        except TraceError as error:
+            raise TraceError(str(error), self.source) from None
         self.feedback = "" if feedback is None else str(feedback)
         try:
             self.calls = [_Call(call) for call in calls or ()]
@@ -120,7 +123,10 @@ class _Names:
         if id(predictor) in self._by_id:
             return self._by_id[id(predictor)]
         signature = getattr(predictor, "signature", None)
-        same = [name for name, own in self._signatures if own is signature or own == signature]
+        if signature is None:
+            return None
+        same = [name for name, own in self._signatures if own is signature]
+        same = same or [name for name, own in self._signatures if own.equals(signature)]
         return same[0] if len(same) == 1 else None
 
 

@@ -78,11 +78,9 @@ def _provenance(step: StepRecord, candidate: int, reduction: Reduction) -> Prove
 def surviving_nodes(reduction: Reduction) -> tuple[str, ...]:
     """Ids of the calls whose output the reduction's text was made of, the last one first."""
     by_id = {node.id: node for node in reduction.nodes}
-    # Equal proposals are merged without a call: every call that gave the text then is a root.
-    queue = [node.id for node in reversed(reduction.nodes) if node.output == reduction.text]
-    levels = {identifier.split(".")[0] for identifier in queue}
-    top = max(levels, key=int, default=None)
-    queue = [identifier for identifier in queue if identifier.split(".")[0] == top]
+    # Equal proposals are merged without a call: every call that gave the text, and fed no other, is a root.
+    fed = {item for node in reduction.nodes for item in node.inputs}
+    queue = [node.id for node in reversed(reduction.nodes) if node.output == reduction.text and node.id not in fed]
     found: dict[str, None] = {}
     while queue:
         identifier = queue.pop(0)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
+import dspy
 from dspy.utils.exceptions import is_retryable_lm_error
 from gepa.proposer.reflective_mutation.reflection_lm import ReflectionProposal
 
 from dspy_combee.adapter import CombeeAdapter
 from dspy_combee.budget import CostGuard
-from dspy_combee.calls import FATAL_ERRORS, listen
+from dspy_combee.calls import FATAL_ERRORS, hearing, usage_of
 from dspy_combee.errors import CombeeError, OutOfBudgetError, ProviderError, ReflectionError
 from dspy_combee.proposer import CombeeProposer, Job, to_proposal
 from dspy_combee.records import Reduction
-from dspy_combee.steps import StepRecorder
 from dspy_combee.secrecy import shorten
+from dspy_combee.steps import StepRecorder
 
 logger = logging.getLogger("dspy_combee")
 
@@ -117,9 +117,12 @@ class RunReflection:
         ]
 
     def _propose_code(self, job: Job) -> dict[str, str]:
-        texts, usage = listen(partial(self.adapter.propose_code, *job))
-        self.proposer.meter.add(usage)
-        return texts
+        heard: list[Mapping[str, Any]] = []
+        try:
+            with dspy.context(disable_history=False, max_history_size=1000), hearing(heard):
+                return self.adapter.propose_code(*job)
+        finally:
+            self.proposer.meter.add(usage_of(heard))
 
     def _count_failures(self, proposals: list[ReflectionProposal], reductions: list[list[Reduction]]) -> None:
         errors = [reduction.error for made in reductions for reduction in made if reduction.error]

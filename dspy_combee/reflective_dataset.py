@@ -12,9 +12,10 @@ from dspy.adapters.chat_adapter import ChatAdapter
 from dspy.adapters.types import History
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 
+from dspy_combee.calls import UsageMeter, hearing, usage_of
 from dspy_combee.executors import Executor
-from dspy_combee.records import ReflectionRecord, Rollout, TraceStep
-from dspy_combee.rollout import Scorer, program_trace, raise_if_provider
+from dspy_combee.records import ReflectionRecord, Rollout, TraceStep, Usage
+from dspy_combee.scoring import Scorer, program_trace, raise_if_provider
 from dspy_combee.secrecy import shorten
 
 logger = logging.getLogger("dspy_combee")
@@ -62,11 +63,12 @@ class RecordMaker:
         self.keep_unparsed = keep_unparsed
         self.warn_of_mismatch = warn_of_mismatch
         self.feedback_calls = 0
+        self.meter = UsageMeter()
 
-    def take_feedback_calls(self) -> int:
-        """The metric calls for feedback since this was last asked."""
+    def take_feedback_calls(self) -> tuple[int, Usage]:
+        """The metric calls for feedback since this was last asked, and what their language-model calls took."""
         calls, self.feedback_calls = self.feedback_calls, 0
-        return calls
+        return calls, self.meter.take()
 
     def records(self, rollouts: Sequence[Rollout], components: Sequence[str]) -> dict[str, list[Any]]:
         """The records of each component, in the order of the rollouts that reached it.
@@ -119,15 +121,19 @@ class RecordMaker:
             return f"The program failed on this example: {request.rollout.error}"
         rollout = request.rollout
         own_trace = [(call.predictor, dict(call.inputs), call.outputs)]
+        heard: list[Mapping[str, Any]] = []
         try:
-            result = self.scorer.metric(
-                rollout.example, rollout.prediction, program_trace(rollout), request.component, own_trace
-            )
+            with hearing(heard):  # The metric may ask a language model.
+                result = self.scorer.metric(
+                    rollout.example, rollout.prediction, program_trace(rollout), request.component, own_trace
+                )
         except Exception as error:
             raise_if_provider(error)
             what = f"The metric raised {type(error).__name__}: {shorten(str(error))}"
             self.scorer.warn_once("feedback", what, "Feedback on such an example is its score alone.")
             return f"This trajectory got a score of {rollout.score}."
+        finally:
+            self.meter.add(usage_of(heard))
         score, _ = self.scorer.coerce(result)
         if score != rollout.score and self.warn_of_mismatch:
             self.scorer.warn_once("mismatch", MISMATCH, "Silence this with warn_on_score_mismatch=False.")

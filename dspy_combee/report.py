@@ -47,7 +47,7 @@ def html_page(steps: Sequence[StepRecord]) -> str:
     Args:
         steps: The steps of a run, in order.
     """
-    style, script = (_part(name) for name in ("report.css", "report.js"))
+    style, script = _part("report.css"), _part("report_charts.js") + _part("report.js")
     return PAGE.format(
         style=style,
         script=script,

@@ -24,8 +24,8 @@ from dspy_combee.progress import ProgressLine
 from dspy_combee.records import Rollout, Spent, StepRecord, Usage
 from dspy_combee.reflection import RunReflection
 from dspy_combee.result import CombeeResult
-from dspy_combee.rollout import Scorer
 from dspy_combee.sampling import BudgetedSampling, EpochSampler, resolve_selector
+from dspy_combee.scoring import Scorer
 from dspy_combee.secrecy import hide_secrets, keeping_secret, secrets_of
 from dspy_combee.shuffle import default_num_groups
 from dspy_combee.sizes import resolve_sizer
@@ -137,9 +137,9 @@ class Run:
         self.recorder.note_rollouts(rollouts, traced, cut_short)
         self.progress.advance(len(rollouts))
 
-    def note_feedback(self, metric_calls: int) -> None:
+    def note_feedback(self, metric_calls: int, usage: Usage) -> None:
         """See `RolloutObserver`."""
-        self.recorder.note_feedback(metric_calls)
+        self.recorder.ledger.add_feedback(metric_calls, usage)
 
     def _total_rollouts(self) -> int | None:
         budget = self.budget

@@ -124,10 +124,6 @@ class StepRecorder:
             self._usage = sum((rollout.usage for rollout in rollouts), self._usage)
         self.ledger.add_rollouts(phase, rollouts, cut_short)
 
-    def note_feedback(self, metric_calls: int) -> None:
-        """The metric was asked for feedback this many times."""
-        self.ledger.add_feedback(metric_calls)
-
     @property
     def _decision(self) -> Any:
         return None if self.sampler is None else self.sampler.decision

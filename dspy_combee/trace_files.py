@@ -1,8 +1,8 @@
 """The files that collected traces stand in: which are read, and how, in bounded memory.
 
 A folder is walked in the order of the names in it. Read are `*.jsonl` and `*.ndjson` files line by line, `*.json`
-files whole, and trial directories (see `trace_trials`). A file whose first line is JSON and no trace, and a `*.json`
-file that is none, is something else and passed over, as is every other file.
+files whole, and trial directories (see `trace_trials`). A file whose first line is JSON and no trace in the form that
+was asked for, and a `*.json` file that is none, is something else and passed over, as is every other file.
 
 Nothing outside the folder is read: symbolic links in it are not followed (one that stays inside leads to what is read
 anyway), nor are paths that stand in a trace. Hidden files and folders are passed over.
@@ -158,10 +158,9 @@ def _of_line(file: TraceFile, form: str, line: int, offset: int, data: bytes) ->
     place = f"{file.path}:{line}"
     try:
         value = parse_json(data, place)
-        found = form if form != "auto" else form_of(value)
-        if found is None:
-            return Found(line, offset, None)
-        return Found(line, offset, _to_trace(value, found, place, f"{file.name}:{line}"))
+        found = _form_to_read(file, form, value)
+        trace = _to_trace(value, found, place, f"{file.name}:{line}") if found else None
+        return Found(line, offset, trace)
     except TraceError as error:
         return Found(line, offset, None, error)
 
@@ -174,16 +173,21 @@ def _read_one(file: TraceFile, form: str) -> Iterator[Found]:
             trace = replace(read_trial(file.path), source=file.name) if form in ("auto", "atif") else None
         else:
             value = read_json(file.path)
-            found = form_of(value)
-            if form != "auto" and (file.given or found == form):
-                trace = _to_trace(value, form, file.path, file.name)
-            else:
-                trace = _to_trace(value, found, file.path, file.name) if form == "auto" and found else None
+            found = _form_to_read(file, form, value)
+            trace = _to_trace(value, found, file.path, file.name) if found else None
         yield Found(0, 0, trace)
     except TraceError as error:
         yield Found(0, 0, None, error)
     except RecursionError:
         yield Found(0, 0, None, TraceError("nested too deeply", file.path))
+
+
+def _form_to_read(file: TraceFile, form: str, value: object) -> str | None:
+    """The form in which a JSON value is to be read; None where it is something else."""
+    found = form_of(value)
+    if form == "auto" or found == form:
+        return found
+    return form if file.given else None
 
 
 def _to_trace(value: object, form: str, place: str | os.PathLike[str], source: str) -> Trace:

@@ -84,7 +84,7 @@ def to_record(trace: Trace, max_tokens: int | None = None, source: int = 0) -> R
         fitted = parts.fitted(room)
         record = _record(fitted.inputs, fitted.outputs, fitted, source)
         # How much the record takes beyond its texts is only known when it is made.
-        room = int(room * min(0.97, max_tokens / tokens)) if tokens < 2 * max_tokens else room - room // 8
+        room = int(room * min(0.97, max_tokens / tokens)) if tokens < 2 * max_tokens else room - max(1, room // 8)
     return record
 
 

@@ -86,6 +86,10 @@ class OpenAIServer:
 
     def __exit__(self, *exc_info: object) -> None:
         self._closing.set()
+        self.stop_listening()
+
+    def stop_listening(self) -> None:
+        """Refuse connections from now on, and drop those there are: the provider is gone."""
         self._http.shutdown()
         self._http.server_close()
         self._http.close_connections()

@@ -14,7 +14,8 @@ from dspy.teleprompt.gepa import InstructionProposer
 
 from dspy_combee import CombeeOptimizer, ProviderError, ThreadExecutor
 from dspy_combee.adapter import CombeeAdapter
-from dspy_combee.rollout import Scorer
+from dspy_combee.backoff import Backoff
+from dspy_combee.scoring import Scorer
 from dspy_combee.testing import ScriptedLM
 
 # dspy.GEPA's own doings.
@@ -341,7 +342,7 @@ def test_same_treatment_of_unparsed_answers_as_dspy_gepa(keep):
 # Runs ---------------------------------------------------------------------------------------------------------
 
 
-def compile_pair(*, lm, metric=by_number, steps=2, **options):
+def compile_pair(*, metric=by_number, steps=2, **options):
     return CombeeOptimizer(
         metric,
         max_metric_calls=2 + steps * (2 * 9 + 2),
@@ -374,7 +375,7 @@ def test_configured_callbacks_and_usage_tracking():
         return by_number(gold, pred, trace, pred_name)
 
     dspy.configure(lm=lm, callbacks=[callback], track_usage=True)
-    compile_pair(lm=lm, metric=metric)
+    compile_pair(metric=metric)
     assert callback.modules.count("Pair") == len(lm.calls) / 2
     assert callback.calls > len(lm.calls), "the reflection calls are seen too"
     assert all(usage["scripted/lm"]["prompt_tokens"] > 0 for usage in usages)
@@ -383,7 +384,7 @@ def test_configured_callbacks_and_usage_tracking():
 def test_track_usage_around_compile_sees_all():
     lm = ScriptedLM(default=reply)
     with dspy.context(lm=lm), dspy.track_usage() as tracker:
-        better = compile_pair(lm=lm)
+        better = compile_pair()
     total = tracker.get_total_tokens()["scripted/lm"]
     assert total["prompt_tokens"] == better.detailed_results.spent.usage.input_tokens
     assert total["prompt_tokens"] > lm.usage["scripted"].input_tokens
@@ -399,7 +400,7 @@ def test_random_metric_and_odd_values_do_not_stop_a_run(caplog):
             return values[position[0] % len(values)]
 
     with dspy.context(lm=ScriptedLM(default=reply)):
-        better = compile_pair(lm=None, metric=metric)
+        better = compile_pair(metric=metric)
     assert len(better.detailed_results.steps) == 2
     for step in better.detailed_results.steps:
         assert set(step.scores_before) <= {0.3, 0.0, 1.0, 0.5, -4.0, 7.0}
@@ -412,15 +413,15 @@ def test_dict_metric_reaches_reflection():
         return {"score": 0.0, "feedback": f"the rule for {gold.question}"}
 
     with dspy.context(lm=ScriptedLM(default=reply)):
-        better = compile_pair(lm=None, metric=metric, steps=1)
+        better = compile_pair(metric=metric, steps=1)
     prompts = "".join(node.prompt for node in better.detailed_results.steps[0].nodes)
     assert all(f"the rule for q{i}" in prompts for i in range(9))
 
 
 @pytest.mark.parametrize(
-    "error", [lm15.AuthError("bad key"), lm15.BillingError("no money")], ids=lambda error: type(error).__name__
+    "kind", [lm15.AuthError, lm15.BillingError, lm15.RateLimitError, lm15.TransportError, ConnectionError]
 )
-def test_refusing_provider_stops_the_run_with_the_best_program(error):
+def test_provider_that_refuses_or_is_gone_stops_the_run_with_the_best_program(kind):
     """It answers the old instruction, and the first three runs of the new one."""
     count = [0]
     lock = threading.Lock()
@@ -430,11 +431,12 @@ def test_refusing_provider_stops_the_run_with_the_best_program(error):
             with lock:
                 count[0] += 1
                 if count[0] > 3:
-                    raise error
+                    return kind("no")
         return reply(prompt)
 
+    executor = ThreadExecutor(4, Backoff(incidents=3, attempts=3, first_delay=0.001))
     with dspy.context(lm=ScriptedLM(default=answer)), pytest.raises(ProviderError) as caught:
-        compile_pair(lm=None)
+        compile_pair(executor=executor)
     best = caught.value.best_program
     assert [predictor.signature.instructions for predictor in best.predictors()] == ["Note it.", "Answer it."]
     with dspy.context(lm=ScriptedLM(default=reply)):

@@ -1,4 +1,7 @@
-"""What every `Aggregator` must do, then what only `TreeAggregator` does. The calls are made by a function here."""
+"""What every `Aggregator` must do, then what only `TreeAggregator` does. The calls are made by a function here.
+
+What the others promise of themselves is in `test_baselines.py`.
+"""
 
 import logging
 import random
@@ -65,13 +68,33 @@ def test_is_an_aggregator(aggregator):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 9, 25, 60])
-def test_every_record_is_read_and_one_of_the_outputs_is_the_text(aggregator, n):
+def test_calls_read_what_their_ids_say_and_one_of_the_outputs_is_the_text(aggregator, n):
     reduction, calls = reduce_one(aggregator, task(n))
     assert reduction.error is None
     assert reduction.text in {node.output for node in reduction.nodes}
-    assert {i for call in calls.of("propose") for i in call.inputs} == {f"r{i}" for i in range(n)}
-    for call in calls.of("propose"):
-        assert call.items == tuple(f"record {i[1:]}" for i in call.inputs)
+    known = {f"r{i}": f"record {i}" for i in range(n)} | {node.id: node.output for node in reduction.nodes}
+    for call in calls.made:
+        assert call.items
+        assert len(set(call.inputs)) == len(call.inputs)
+        # Equal outputs may be shown once, so there can be fewer items than ids.
+        assert list(dict.fromkeys(known[i] for i in call.inputs)) == list(dict.fromkeys(call.items))
+    assert {call.kind for call in calls.made if call.inputs[0].startswith("r")} <= {"propose", "summarize"}
+
+
+def test_the_reduction_says_what_it_was_made_of(aggregator):
+    sources = tuple(range(100, 109))
+    reduction, _ = reduce_one(aggregator, task(9, "answerer", sources=sources))
+    assert (reduction.component, reduction.current) == ("answerer", "the current instruction")
+    assert reduction.sources == sources
+    assert reduce_one(aggregator, task(9))[0].sources == tuple(range(9))
+    assert reduction.num_groups >= 1
+    assert reduction.duplication_factor >= 1
+
+
+def test_the_task_is_left_as_it_is(aggregator):
+    a_task = task(40)
+    reduce_one(aggregator, a_task)
+    assert a_task.records == [f"record {i}" for i in range(40)]
 
 
 def test_the_nodes_are_the_calls_and_what_they_read_came_before(aggregator):
@@ -105,7 +128,7 @@ def test_the_same_seed_makes_the_same_calls_at_any_width_and_beside_any_task(agg
 
 
 def test_when_every_call_fails_there_is_no_text_and_the_cause_is_named(aggregator):
-    reduction, _ = reduce_one(aggregator, task(40), Calls(failing=("propose", "merge")))
+    reduction, _ = reduce_one(aggregator, task(40), Calls(failing=("propose", "merge", "summarize")))
     assert reduction.text is None
     assert "failed" in reduction.error
     assert reduction.nodes
@@ -137,6 +160,20 @@ def test_what_an_error_of_the_call_function_is_stops_the_reduction(aggregator):
         aggregator.aggregate([task(9)], call, ThreadExecutor(2))
 
 
+def test_the_first_calls_of_all_tasks_run_at_once(aggregator):
+    tasks = [task(9, f"component {i}") for i in range(3)]
+    (width,) = {sum(1 for call in reduce_one(aggregator, one)[1].made if call.id.startswith("1.")) for one in tasks}
+    barrier = threading.Barrier(3 * width)
+
+    def call(node_call):
+        if node_call.id.startswith("1."):
+            barrier.wait(WAIT)  # Opens only when the whole level is in flight.
+        return Calls()(node_call)
+
+    reductions = aggregator.aggregate(tasks, call, ThreadExecutor(3 * width))
+    assert all(reduction.text for reduction in reductions)
+
+
 # The tree: how many calls -------------------------------------------------------------------------------------
 
 
@@ -157,6 +194,14 @@ def test_fewer_than_four_records_are_one_plain_call_and_a_log_line_says_so(caplo
     assert [call.inputs for call in calls.made] == [("r0", "r1", "r2")]
     assert (reduction.num_groups, reduction.duplication_factor) == (1, 1)
     assert "answerer: 3 records go into one plain reflection call" in caplog.text
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 9, 25, 60])
+def test_every_record_is_read_by_a_call_that_proposes(n):
+    _, calls = reduce_one(TreeAggregator(), task(n))
+    assert {i for call in calls.of("propose") for i in call.inputs} == {f"r{i}" for i in range(n)}
+    for call in calls.of("propose"):
+        assert call.items == tuple(f"record {i[1:]}" for i in call.inputs)
 
 
 @pytest.mark.parametrize("n", [9, 16, 40, 100])

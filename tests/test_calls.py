@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dspy_combee import ProviderError
-from dspy_combee.calls import StrictJSONAdapter, UnusableReplyError, call_lm, check_reply, json_part, listen
+from dspy_combee.calls import StrictJSONAdapter, UnusableReplyError, call_lm, check_reply, hearing, json_part, usage_of
 from dspy_combee.testing import Reply, ScriptedLM
 
 from .openai_server import OpenAIServer, RecordedRequest
@@ -325,10 +325,13 @@ def test_usage_tracking_and_callbacks_of_the_user_hold_inside():
     assert len(started) == 1
 
 
-def test_listen_gives_the_value_and_what_it_took():
+def test_hearing_tells_what_the_calls_inside_took():
     lm = ScriptedLM(default="12345678")
     with dspy.context(lm=lm):
-        value, usage = listen(lambda: ask() + ask())
+        heard = []
+        with hearing(heard):
+            value = ask() + ask()
+        usage = usage_of(heard)
     assert value == "12345678" * 2
     assert (usage.calls, usage.output_tokens, usage.cost) == (2, 4, None)
 

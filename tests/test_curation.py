@@ -354,6 +354,16 @@ def test_an_unusable_reply_is_asked_for_once_more(reply):
     assert len(lm.calls) == 2
 
 
+def test_a_reflection_is_summarized_where_an_aggregator_asks_for_it():
+    record = {"id": "s1.r1", "key_insight": "long " * 50}
+    node = calls(ScriptedLM(default={"summary": " short "}))(node_call([record], "summarize"))
+    assert node.output == {"id": "s1.r1", "summary": "short"}
+    for reply in ({"summary": " "}, "no"):
+        node = calls(ScriptedLM(default=reply))(node_call([record], "summarize"))
+        assert node.output is None
+        assert node.error
+
+
 def test_a_merge_without_conflict_makes_no_call():
     lm = ScriptedLM()
     node = calls(lm)(node_call([(said("Multiply price by quantity.", "s1.r0"),), (Remove("calc-00003"),), ()], "merge"))

@@ -9,6 +9,7 @@ import pytest
 from dspy.teleprompt import Teleprompter
 
 from dspy_combee import Bullet, Playbook, PlaybookOptimizer, PlaybookResult, PowerLawBatchSize, StepRecord
+from dspy_combee.baselines import TopKAggregator
 from dspy_combee.bullets import SECTIONS
 from dspy_combee.playbook import attach, playbooks_in
 from dspy_combee.playbook_records import PlaybookStep
@@ -373,6 +374,21 @@ def test_reflection_ids_go_on_after_those_of_a_starting_playbook():
     first = learn(playbook_lm(), n_train=6).detailed_results
     second = learn(playbook_lm(), n_train=12, playbook=first.playbooks).detailed_results
     assert second.steps[0].reflections[0].id == "s2.r0"
+
+
+@pytest.mark.parametrize(
+    "aggregator", ["flat", "summarize", TopKAggregator(3, lambda texts: [[len(t)] for t in texts])]
+)
+def test_the_baselines_aggregate_reflections_too(aggregator):
+    def summary(prompt):
+        return {"summary": " ".join(sorted(rules_in(prompt.question)))}
+
+    lm = playbook_lm((lambda prompt: prompt.output_fields == ("summary",), summary))
+    program = learn(lm, n_train=6, aggregator=aggregator)
+    step = program.detailed_results.steps[0]
+    kept = 6 if isinstance(aggregator, str) else len(step.applied)
+    assert 1 <= len(contents(program)) == kept
+    assert len(step.unused_reflections) == 6 - kept
 
 
 def test_an_embedder_tells_near_duplicates():

@@ -15,7 +15,7 @@ from dspy_combee import ProviderError, ThreadExecutor
 from dspy_combee.backoff import Backoff
 from dspy_combee.records import Rollout, TraceStep
 from dspy_combee.reflective_dataset import RecordMaker, feedback_of
-from dspy_combee.rollout import Scorer
+from dspy_combee.scoring import Scorer
 
 PREDICTOR = dspy.Predict("question -> answer")
 

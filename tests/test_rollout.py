@@ -19,7 +19,9 @@ from dspy.teleprompt.bootstrap_trace import FailedPrediction
 
 from dspy_combee import ProviderError, ThreadExecutor
 from dspy_combee.backoff import Backoff
-from dspy_combee.rollout import MapStage, ProgramCopier, RolloutJob, Scorer
+from dspy_combee.program_copies import ProgramCopier
+from dspy_combee.rollout import MapStage, RolloutJob
+from dspy_combee.scoring import Scorer
 from dspy_combee.testing import ScriptedLM
 
 QUICK = Backoff(incidents=2, attempts=2, first_delay=0.001)

@@ -1,0 +1,312 @@
+"""Providers that turn calls away: rate limits, outages and refused keys, over a real HTTP server."""
+
+import gc
+import json
+import logging
+import re
+import threading
+import time
+
+import dspy
+import pytest
+
+from dspy_combee import CombeeOptimizer, ProviderError
+from dspy_combee.backoff import Backoff, Throttle
+from dspy_combee.executors import ThreadExecutor
+
+from .openai_server import OpenAIServer, Reply
+
+# LiteLLM drops clients without closing them.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+
+KEY = "test-key-of-the-user"
+N_TRAIN, N_VAL, N, BUDGET = 12, 6, 6, 48
+THREADS = 8
+QUICK = Backoff(first_delay=0.03, max_delay=5.0)
+NO_FAULT = "no fault"
+
+
+class Provider:
+    """Answers the task, unless `fault` has another reply to the call with this number, among so many at once."""
+
+    def __init__(self, fault=lambda number, at_once, request: None, seconds=0.0):
+        self.fault = fault
+        self.seconds = seconds
+        self.lock = threading.Lock()
+        self.calls = self.at_once = self.answered = self.turned_away = 0
+        self.reflections = 0
+
+    def __call__(self, request):
+        with self.lock:
+            self.calls += 1
+            self.at_once += 1
+            reply = self.fault(self.calls, self.at_once, request)
+            self.turned_away += reply is not None
+            self.answered += reply is None
+            self.reflections += reply is None and is_reflection(request)
+        try:
+            if reply is not None:
+                return reply
+            time.sleep(self.seconds)
+            return json.dumps(answer(request))
+        finally:
+            with self.lock:
+                self.at_once -= 1
+
+
+def is_reflection(request):
+    return "answer" not in fields_of(request)
+
+
+def fields_of(request):
+    return request["response_format"]["json_schema"]["schema"]["required"]
+
+
+def answer(request):
+    (name,) = fields_of(request)
+    system, user = (message["content"] for message in request["messages"])
+    if name == "answer":
+        number = re.findall(r"question (\d+)", user)[-1]
+        return {name: "right" if re.search(rf"rule-{number}\b", system) else "wrong"}
+    rules = sorted(set(re.findall(r"rule-\d+", user)), key=lambda rule: int(rule[5:]))
+    return {name: "Follow " + " ".join(rules)}
+
+
+class Metric:
+    """Counts the scoring calls for each question."""
+
+    def __init__(self):
+        self.scored = []
+
+    def __call__(self, gold, pred, trace=None, pred_name=None, pred_trace=None):
+        if pred_name is None:
+            self.scored.append(gold.question)
+        return dspy.Prediction(score=float(pred.answer == "right"), feedback=f"Remember {gold.rule}.")
+
+
+def examples(n):
+    return [dspy.Example(question=f"question {i}", rule=f"rule-{i}").with_inputs("question") for i in range(n)]
+
+
+def run(server, engine="lm15", *, metric=None, executor=None, key=KEY, num_retries=0, **options):
+    lm = dspy.LM(
+        "openai/gpt-4o-mini", engine=engine, api_base=server.api_base, api_key=key, cache=False, num_retries=num_retries
+    )
+    optimizer = CombeeOptimizer(
+        metric=metric or Metric(),
+        reflection_lm=lm,
+        reflection_minibatch_size=N,
+        executor=executor or ThreadExecutor(THREADS, QUICK),
+        use_merge=False,
+        track_stats=True,
+        verbose=False,
+        **{"max_metric_calls": BUDGET, **options},
+    )
+    with dspy.context(lm=lm, adapter=dspy.JSONAdapter()):
+        return optimizer.compile(dspy.Predict("question -> answer"), examples(N_TRAIN), valset=examples(N_VAL))
+
+
+@pytest.fixture
+def provider():
+    """A provider whose fault a test may set, and its server."""
+    provider = Provider()
+    with OpenAIServer(provider, api_key=KEY) as server:
+        provider.server = server
+        yield provider
+    assert not server.handler_errors
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The run as it is when nothing happens to it."""
+    with OpenAIServer(Provider(), api_key=KEY) as server:
+        return run(server)
+
+
+def account(program):
+    """What two equal runs have in common."""
+    results = program.detailed_results
+    return (
+        [candidate.signature.instructions for candidate in results.candidates],
+        results.val_aggregate_scores,
+        results.total_metric_calls,
+        [(s.n, s.scores_before, s.scores_after, s.accepted, [node.error for node in s.nodes]) for s in results.steps],
+        results.spent.metric_calls_by_phase,
+        results.spent.usage,
+    )
+
+
+# Rate limits
+
+
+def above_three(number, at_once, request):
+    return Reply("too many at once", status=429) if at_once > 3 else None
+
+
+class ForAWhile:
+    """Turns every 4th call away, for so many seconds from the first call on."""
+
+    def __init__(self, seconds, **headers):
+        self.seconds = seconds
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.started = None
+        self.times = []
+
+    def __call__(self, number, at_once, request):
+        now = time.monotonic()
+        self.started = self.started or now
+        self.times.append(now)
+        if number % 4 or now > self.started + self.seconds:
+            return None
+        return Reply("slow down", status=429, headers=self.headers)
+
+
+@pytest.mark.parametrize("engine", ["lm15", "litellm"])
+@pytest.mark.parametrize("kind", ["above three at once", "every fourth for two seconds"])
+def test_rate_limits_change_nothing_but_the_number_of_calls(kind, engine, provider, whole):
+    provider.fault = above_three if kind == "above three at once" else ForAWhile(2.0)
+    provider.seconds = 0.01
+    metric = Metric()
+    program = run(provider.server, engine, metric=metric)
+    assert provider.turned_away > 0
+    assert account(program) == account(whole)
+    spent = program.detailed_results.spent
+    assert len(metric.scored) == spent.metric_calls == program.detailed_results.total_metric_calls
+    assert spent.usage.calls == provider.answered, "every call that was answered is counted, and counted once"
+
+
+@pytest.mark.parametrize("engine", ["lm15", "litellm"])
+def test_rate_limits_with_dspys_own_retries(engine, provider, whole):
+    provider.fault = ForAWhile(0.5)
+    provider.seconds = 0.02
+    program = run(provider.server, engine, num_retries=3)
+    assert provider.turned_away > 0
+    assert account(program) == account(whole)
+
+
+@pytest.mark.parametrize("engine", ["lm15", "litellm"])
+def test_the_pause_that_a_provider_asks_for_is_kept(engine, provider, whole):
+    fault = provider.fault = ForAWhile(0.2, Retry_After="1")
+    program = run(provider.server, engine)
+    assert provider.turned_away > 0
+    # What was in flight when the first was turned away still came; then nobody did, until the second was over.
+    pauses = [later - earlier for earlier, later in zip(fault.times, fault.times[1:], strict=False)]
+    assert max(pauses) > 0.7
+    assert account(program) == account(whole)
+
+
+def test_a_provider_that_asks_for_an_hour_is_given_up_at_once(provider):
+    provider.fault = lambda number, at_once, request: Reply("quota", status=429, headers={"Retry-After": "3600"})
+    with pytest.raises(ProviderError, match="quota") as caught:
+        run(provider.server)
+    assert caught.value.retry_after == 3600
+    assert provider.calls <= THREADS
+
+
+def test_width_drops_by_half_and_comes_back_one_by_one():
+    throttle = Throttle(8, Backoff(first_delay=0.001))
+    assert throttle.slow_down(1, None)
+    assert throttle.limit == 4
+    assert throttle.slow_down(1, None), "it was in flight already: the same incident"
+    assert throttle.limit == 4
+    widths = []
+    for _ in range(4 + 5 + 6 + 7):
+        throttle.succeed()
+        widths.append(throttle.limit)
+    assert widths == [4] * 3 + [5] * 5 + [6] * 6 + [7] * 7 + [8]
+    throttle.succeed()
+    assert throttle.limit == 8
+
+
+def test_pauses_double_have_jitter_and_are_bounded():
+    backoff = Backoff(first_delay=1.0, max_delay=60.0)
+    for incident, least in ((1, 1), (2, 2), (3, 4), (6, 32), (7, 60), (20, 60)):
+        delays = {backoff.delay(incident, None) for _ in range(20)}
+        assert len(delays) > 1
+        assert least <= min(delays) <= max(delays) <= 1.5 * least
+    assert backoff.delay(1, 30.0) >= 30.0
+
+
+# Outages
+
+
+@pytest.mark.parametrize("engine", ["lm15", "litellm"])
+@pytest.mark.parametrize("last", [16, 25, 33])  # in the first minibatch, in its child's, in the second step
+def test_an_outage_ends_the_run_and_the_next_one_goes_on(last, engine, whole, tmp_path, caplog):
+    """The server is gone from the call after `last` on: the connection is refused."""
+    metric = Metric()
+    provider = Provider()
+    gone = threading.Event()
+    server = OpenAIServer(provider, api_key=KEY)
+
+    def then_gone(number, at_once, request):
+        if number > last and not gone.is_set():
+            gone.set()
+            server.stop_listening()
+        return Reply("", raw_body=b"", status=503) if number > last else None
+
+    provider.fault = then_gone
+    impatient = ThreadExecutor(THREADS, Backoff(incidents=3, first_delay=0.01))
+    with server, pytest.raises(ProviderError, match=r"failed|cannot be reached") as caught:
+        run(server, engine, metric=metric, executor=impatient, log_dir=str(tmp_path))
+    error = caught.value
+    assert error.transient
+    assert provider.answered == last
+    assert "incident" not in str(error)
+    assert isinstance(error.best_program, dspy.Predict)
+    assert (tmp_path / "gepa_state.bin").exists()
+
+    first = list(metric.scored)
+    with OpenAIServer(Provider(), api_key=KEY) as server:
+        resumed = run(server, engine, metric=metric, log_dir=str(tmp_path))
+        reflections = server.handler.reflections
+    assert account(resumed)[:4] == account(whole)[:4], "the same program, and nothing was scored as a failure"
+    assert resumed.detailed_results.spent == whole.detailed_results.spent
+    assert reflections <= sum(len(step.nodes) for step in whole.detailed_results.steps)
+    # The seed's validation is not paid for again, nor is any step that had ended.
+    again = metric.scored[len(first) :]
+    steps = whole.detailed_results.steps
+    ended = [step for step in steps if N_VAL + step_cost(steps, step) <= len(first)]
+    assert len(again) == whole.detailed_results.total_metric_calls - N_VAL - sum(map(cost, ended))
+    gc.collect()
+
+
+def cost(step):
+    return len(step.scores_before) + len(step.scores_after) + N_VAL * step.accepted
+
+
+def step_cost(steps, last):
+    return sum(cost(step) for step in steps if step.iteration <= last.iteration)
+
+
+def test_an_outage_in_the_validation_of_the_seed(tmp_path, whole, provider):
+    """Nothing is finished yet, so nothing is saved; the error says what happened all the same."""
+    provider.fault = lambda number, at_once, request: Reply("down", status=503) if number > 3 else None
+    impatient = ThreadExecutor(THREADS, Backoff(incidents=2, first_delay=0.01))
+    with pytest.raises(ProviderError, match="down") as caught:
+        run(provider.server, executor=impatient, log_dir=str(tmp_path))
+    assert caught.value.best_program.signature.instructions == dspy.Predict("question -> answer").signature.instructions
+    provider.fault = lambda number, at_once, request: None
+    assert account(run(provider.server, log_dir=str(tmp_path))) == account(whole)
+
+
+# Refused keys
+
+
+@pytest.mark.parametrize("engine", ["lm15", "litellm"])
+@pytest.mark.parametrize("where", ["rollouts", "reflection"])
+@pytest.mark.parametrize("num_retries", [0, 3])
+def test_a_refused_key_ends_the_run_at_once(engine, where, num_retries, provider, caplog):
+    def refuse(number, at_once, request):
+        if is_reflection(request) == (where == "reflection"):
+            return Reply("Incorrect API key provided.", status=401)
+        return None
+
+    provider.fault = refuse
+    with caplog.at_level(logging.DEBUG, "dspy_combee"), pytest.raises(ProviderError, match="API key") as caught:
+        run(provider.server, engine, num_retries=num_retries, executor=ThreadExecutor(THREADS))
+    assert not caught.value.transient
+    assert provider.turned_away <= THREADS, "no call is tried again"
+    assert isinstance(caught.value.best_program, dspy.Predict)
+    assert "Slowing down" not in caplog.text
