@@ -135,7 +135,7 @@ class PacedStudent(Student):
 
 @dataclass(frozen=True)
 class Summarizer:
-    """The role that summarizes one record: the lessons of that record which it keeps, by the loss of all other calls."""
+    """Summarizes one record: the lessons of it that were kept, by the same loss as in every other call."""
 
     loss: Loss
     pace: Pace = field(default_factory=Pace)

@@ -8,10 +8,11 @@ from dspy_combee.executors import Executor, ThreadExecutor
 from dspy_combee.optimizer import CombeeOptimizer
 from dspy_combee.playbook import Playbook
 from dspy_combee.playbook_optimizer import PlaybookOptimizer
-from dspy_combee.playbook_records import PlaybookResult
+from dspy_combee.playbook_result import PlaybookResult
 from dspy_combee.proposer import CombeeProposer
 from dspy_combee.records import ProposalNode, Reduction, Rollout, Spent, StepRecord, Usage
 from dspy_combee.result import CombeeResult
+from dspy_combee.traces import Trace, load_traces, save_traces, traces_from
 
 __version__ = "0.1.0"
 
@@ -37,7 +38,11 @@ __all__ = [
     "Spent",
     "StepRecord",
     "ThreadExecutor",
+    "Trace",
     "TreeAggregator",
     "UnknownCostError",
     "Usage",
+    "load_traces",
+    "save_traces",
+    "traces_from",
 ]

@@ -1,14 +1,14 @@
-"""`python -m dspy_combee`: the demo, and the report of a run."""
+"""`python -m dspy_combee`: the demo, playbooks from collected traces, and the report of a run."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from dspy_combee import demo
+from dspy_combee import demo, learn
 from dspy_combee.report import report_main
 
 
@@ -31,11 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="python -m dspy_combee", description="Prompt learning from large minibatches, for DSPy.")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     demo.add_arguments(commands.add_parser("demo", help="learn a task and print what it brought"))
+    learn.add_arguments(commands.add_parser("learn", help="grow a playbook from collected traces, without a program"))
     page = commands.add_parser("report", help="make the HTML report of a run that had a log_dir")
     page.add_argument("log_dir", metavar="LOG_DIR", type=Path, help="the log_dir of the run")
     page.add_argument("--out", metavar="FILE", type=Path, help="the file to write (default: LOG_DIR/report.html)")
     options = parser.parse_args(arguments)
-    return _report(options) if options.command == "report" else demo.run(options)
+    run: Callable[[argparse.Namespace], int] = {"demo": demo.run, "learn": learn.run, "report": _report}[
+        options.command
+    ]
+    return run(options)
 
 
 def _report(options: argparse.Namespace) -> int:

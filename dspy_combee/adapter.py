@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import cloudpickle
 import dspy
 from dspy.primitives.code_interpreter import CodeInterpreterError
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
@@ -25,7 +24,7 @@ from dspy_combee.records import Rollout, Usage
 from dspy_combee.reflective_dataset import RecordMaker, ReflectiveDataset, feedback_of
 from dspy_combee.rollout import MapStage, RolloutJob
 from dspy_combee.scoring import Scorer, program_trace
-from dspy_combee.secrecy import shorten
+from dspy_combee.secrecy import hide_own_secrets, holds_own_secret, shorten
 
 logger = logging.getLogger("dspy_combee")
 
@@ -51,7 +50,7 @@ class CombeeAdapter(DspyAdapter):
 
     Attributes:
         saved_parts: Parts of the run whose state gepa saves and restores.
-        saves_outputs: Whether gepa saves the outputs, so that they must be picklable.
+        dumps: The pickler that gepa saves the outputs with, so that they must be picklable; None where it saves none.
 
     Args:
         student: The program; it is never changed.
@@ -62,7 +61,7 @@ class CombeeAdapter(DspyAdapter):
         reflection_lm: For the code components of `dspy.Flex`.
         code_proposer: Replaces DSPy's proposer of Flex code.
         observer: Is told of the rollouts that were made.
-        rollout_timeout: Seconds that one rollout may take; None for no limit.
+        rollout_timeout: Seconds that one rollout, or the feedback on one, may take; None for no limit.
     """
 
     propose_new_texts: Any = None
@@ -96,11 +95,13 @@ class CombeeAdapter(DspyAdapter):
         self.executor = executor
         self.copier = ProgramCopier(student)
         self.map_stage = MapStage(self.copier, scorer, executor, rollout_timeout)
-        self.record_maker = RecordMaker(scorer, executor, add_format_failure_as_feedback, warn_on_score_mismatch)
+        self.record_maker = RecordMaker(
+            scorer, executor, add_format_failure_as_feedback, warn_on_score_mismatch, rollout_timeout
+        )
         self._tool_lines = _tool_lines(student)
         self.observer = observer
         self.saved_parts: dict[str, Any] = {}
-        self.saves_outputs = False
+        self.dumps: Callable[[Any], bytes] | None = None
 
     # Candidates ----------------------------------------------------------------------------------------------
 
@@ -191,11 +192,24 @@ class CombeeAdapter(DspyAdapter):
         objectives = [dict(rollout.objective_scores) for rollout in rollouts]
         outputs = [rollout.prediction for rollout in rollouts]
         return EvaluationBatch(
-            outputs=[_savable(output) for output in outputs] if self.saves_outputs else outputs,
+            outputs=outputs if self.dumps is None else [self._savable(output) for output in outputs],
             scores=[rollout.score for rollout in rollouts],
             trajectories=[_trajectory(rollout) for rollout in rollouts] if capture_traces else None,
             objective_scores=objectives if any(objectives) else None,
         )
+
+    def _savable(self, output: Any) -> Any:
+        """The output as gepa can save it; its fields as text where it cannot be pickled or holds a secret."""
+        try:
+            assert self.dumps is not None
+            if not holds_own_secret(self.dumps(output)):
+                return output
+        except Exception as error:
+            what = f"A prediction cannot be saved ({type(error).__name__}: {shorten(str(error), 100)})"
+            self.scorer.warn_once("savable", what, "What is saved of such predictions is their fields as text.")
+        if not isinstance(output, dspy.Prediction):
+            return hide_own_secrets(str(output))
+        return dspy.Prediction(**{name: hide_own_secrets(str(value)) for name, value in output.items()})
 
     # Reflection records --------------------------------------------------------------------------------------
 
@@ -235,16 +249,6 @@ class CombeeAdapter(DspyAdapter):
         for name, part in self.saved_parts.items():
             if name in state:
                 part.set_state(state[name])
-
-
-def _savable(output: Any) -> Any:
-    """The output as gepa can save it; its fields as text where it cannot be pickled."""
-    try:
-        cloudpickle.dumps(output)  # type: ignore[no-untyped-call]
-    except Exception:
-        logger.warning("A prediction that cannot be saved is kept as text: %s", shorten(repr(output), 100))
-        return dspy.Prediction(**{name: str(value) for name, value in output.items()})
-    return output
 
 
 def _trajectory(rollout: Rollout) -> dict[str, Any]:

@@ -57,18 +57,33 @@ class Throttle:
 
     def acquire(self) -> None:
         """Take a slot; wait for one, and for the end of a pause."""
+        self.take(1, wait=True)
+
+    def take(self, most: int, wait: bool) -> int:
+        """Take as many slots as are free, at most so many.
+
+        Args:
+            most: Slots wanted, at least 1.
+            wait: Whether to wait until one is free.
+
+        Returns:
+            How many were taken; 0 where none was free and `wait` is False.
+        """
         with self._condition:
             while True:
                 pause = self._resume_at - time.monotonic()
-                if pause <= 0 and self._in_flight < self.limit:
-                    self._in_flight += 1
-                    return
+                free = 0 if pause > 0 else min(most, self.limit - self._in_flight)
+                if free > 0:
+                    self._in_flight += free
+                    return free
+                if not wait:
+                    return 0
                 self._condition.wait(pause if pause > 0 else None)
 
-    def release(self) -> None:
-        """Give a slot back."""
+    def release(self, number: int = 1) -> None:
+        """Give a slot back, or several."""
         with self._condition:
-            self._in_flight -= 1
+            self._in_flight -= number
             self._condition.notify_all()
 
     def succeed(self) -> None:

@@ -1,6 +1,7 @@
 """Errors of this package, drawn as a tree.
 
     CombeeError
+    ├── ExecutorError      what runs the rollouts (Ray) cannot be reached, cannot run them, or loses them all
     ├── ProviderError      the LM provider refuses or cannot be reached: the run stops, no candidate is blamed
     ├── ReflectionError    reflection proposed nothing, three steps in a row
     ├── UnknownCostError   a budget in dollars was set, and the reflection LM reports no cost
@@ -23,6 +24,10 @@ class CombeeError(Exception):
     """
 
     best_program: Any = None
+
+
+class ExecutorError(CombeeError):
+    """Ray cannot be reached, its workers cannot run the rollouts, or every rollout is lost with its worker."""
 
 
 class ProviderError(CombeeError):

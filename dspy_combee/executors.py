@@ -8,7 +8,8 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -76,6 +77,9 @@ class ThreadExecutor:
         width: How many items are in flight at most, an int of at least 1.
         backoff: How items are tried again.
 
+    Attributes:
+        slots: Its places, one for each item in flight.
+
     Raises:
         TypeError: If width is no int.
         ValueError: If width is below 1.
@@ -88,13 +92,18 @@ class ThreadExecutor:
             raise ValueError(f"num_threads must be at least 1, got {width}.")
         self.width = width
         self.backoff = backoff or Backoff()
-        self._slots = Throttle(width, self.backoff)
+        self.slots = Throttle(width, self.backoff)
 
     def __reduce__(self) -> tuple[type[ThreadExecutor], tuple[int, Backoff]]:
         return type(self), (self.width, self.backoff)  # A copy has slots of its own.
 
     def __repr__(self) -> str:
         return f"ThreadExecutor({self.width})"
+
+    @property
+    def holds_caller(self) -> bool:
+        """Whether the caller is an item of this executor, so that it holds a slot."""
+        return self in _INSIDE.get()
 
     def map(
         self,
@@ -106,11 +115,12 @@ class ThreadExecutor:
     ) -> list[R]:
         """See `Executor.map`."""
         items = list(items)
-        deadline = _deadline(timeout, on_timeout)
+        check_timeout(timeout, on_timeout)
+        deadline = None if timeout is None or on_timeout is None else _Deadline(timeout, on_timeout)
         inside = _INSIDE.get()
-        nested = self in inside
+        nested = self.holds_caller
         # An item that calls `map` holds a slot already.
-        slots = Throttle(1, self.backoff) if nested else self._slots
+        slots = Throttle(1, self.backoff) if nested else self.slots
         width = 1 if nested else min(self.width, len(items))
         token = _INSIDE.set(inside if nested else (*inside, self))
         try:
@@ -127,14 +137,21 @@ class ThreadExecutor:
             job.abandon()
 
 
-def _deadline(timeout: float | None, on_timeout: Callable[[Any], Any] | None) -> _Deadline | None:
+@contextmanager
+def in_use(executor: Executor) -> Iterator[None]:
+    """The length of a run: an executor that holds something open (a connection) holds it open as long as this lasts."""
+    with executor if isinstance(executor, AbstractContextManager) else nullcontext():
+        yield
+
+
+def check_timeout(timeout: float | None, on_timeout: Callable[[Any], Any] | None) -> None:
+    """Refuse a timeout that is out of range, or that lacks on_timeout."""
     if timeout is None:
-        return None
+        return
     if not timeout > 0:
         raise ValueError(f"timeout must be more than 0 seconds, got {timeout!r}.")
     if on_timeout is None:
         raise ValueError("timeout needs on_timeout, which gives the result of an item that takes too long.")
-    return _Deadline(timeout, on_timeout)
 
 
 def _run_here(function: Callable[[T], R], item: T, slots: Throttle) -> R:

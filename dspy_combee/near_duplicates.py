@@ -29,6 +29,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 from dspy_combee.bullets import PlaybookError
@@ -175,6 +176,7 @@ class Profile:
     names: frozenset[str]
 
 
+@lru_cache(maxsize=8192)  # Every step asks about every bullet of the playbook again.
 def profile(text: str) -> Profile:
     """Cut a text into tokens and tell the small, the ordinary and the key ones apart."""
     text = unicodedata.normalize("NFC", text).replace("\u2019", "'")

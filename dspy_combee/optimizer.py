@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import dspy
@@ -20,8 +20,12 @@ from dspy_combee.batch_size import PowerLawBatchSize
 from dspy_combee.executors import Executor, ThreadExecutor
 from dspy_combee.proposer import CombeeProposer
 from dspy_combee.records import StepRecord
+from dspy_combee.result import CombeeResult
 from dspy_combee.run import Run
 from dspy_combee.sizes import check_minibatch_size
+from dspy_combee.trace_learning import TraceRun
+from dspy_combee.trace_state import refuse_trace_state
+from dspy_combee.traces import Trace
 
 logger = logging.getLogger("dspy_combee")
 
@@ -215,32 +219,55 @@ class CombeeOptimizer(dspy.GEPA):
         *,
         teacher: Any = None,
         valset: list[Any] | None = None,
+        traces: Iterable[Trace] | None = None,
     ) -> Any:
         """Find better instructions for `student`.
 
+        Traces come first: in steps that run nothing, their reflection records take the place of Map. What they teach
+        is where the search on the trainset starts, and is returned where there is no trainset.
+
         Args:
             student: The program; it stays as it is.
-            trainset: Examples to learn from.
+            trainset: Examples to learn from; may be empty if there are traces.
             teacher: Not supported, as in `dspy.GEPA`.
-            valset: Examples that decide which candidate is best. Default: the trainset.
+            valset: Examples that decide which candidate is best. Default: the trainset. What traces teach is kept
+                only if it is better here; if no valset is given it is taken unchecked.
+            traces: Collected traces to learn from, such as `load_traces` gives. One pass over them, or `num_epochs`;
+                where a search follows, their validation takes at most half of the metric calls. A trace with a
+                predictor's name teaches that predictor, one without teaches all. Below 150 traces n = 30, where no
+                number is given. Long ones are cut to the aggregator's `max_context_tokens`.
 
         Returns:
             A new program, with `detailed_results` (a `CombeeResult`) if `track_stats` is set.
 
         Raises:
-            AssertionError: As in `dspy.GEPA`: no trainset, or a teacher.
+            AssertionError: As in `dspy.GEPA`: no trainset (and no traces), or a teacher.
+            TypeError: If `traces` are no traces.
+            ValueError: If there are none in `traces`, one is of a predictor that the program does not have, or
+                `log_dir` holds the state of another run on traces.
             ReflectionError: If reflection fails in three steps in a row.
             ProviderError: If a language model's provider refuses a call for good or cannot be reached.
 
             Whatever is raised once the search has begun carries `best_program`.
         """
-        if not trainset:
+        if not trainset and traces is None:
             raise AssertionError("Trainset must be provided and non-empty")
         if teacher is not None:
             raise AssertionError("Teacher is not supported in DspyGEPA yet.")
+        learned = None
+        if traces is None:
+            refuse_trace_state(self.log_dir)
+        else:
+            learned = TraceRun(self, student, traces, trainset or (), valset)
+            learned.execute()
+        if learned is not None and not trainset:
+            program = learned.build_program()
+            if self.track_stats:
+                program.detailed_results = CombeeResult.from_traces(learned)
+            return program
         if valset is None:
             logger.warning(NO_VALSET)
-        return Run(self, student, trainset, valset).execute()
+        return Run(self, student, trainset or [], valset, learned).execute()
 
     def budget_for(self, student: Any, trainset: Sequence[Any], valset: Sequence[Any] | None) -> int | None:
         """The budget of a run in metric calls, by `dspy.GEPA`'s rules; None when it is `num_epochs`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from dspy_combee.playbook import Playbook
 from dspy_combee.playbook_options import PlaybookOptions, check_examples
 from dspy_combee.playbook_records import PlaybookStep
 from dspy_combee.playbook_run import PlaybookRun
+from dspy_combee.traces import Trace
 
 
 class PlaybookOptimizer(Teleprompter):
@@ -71,7 +72,7 @@ class PlaybookOptimizer(Teleprompter):
         token_budget: Tokens that a playbook may take in a prompt (estimated).
         embedder: A `dspy.Embedder`, or a callable from texts to vectors: near-duplicates are then told by cosine.
         log_dir: Folder for the state, one JSON file without pickles, written after each step; `compile` with the
-            same folder goes on from there.
+            same folder goes on from there. `steps.jsonl` in it holds the steps, for `python -m dspy_combee report`.
         step_callbacks: Callables that take each `PlaybookStep` as its step ends, its state saved. One that raises is
             logged, and the run goes on.
         max_reflection_cost: US dollars of reflection-LM spend for one `compile` or `learn`. Checked before each wave of
@@ -81,6 +82,7 @@ class PlaybookOptimizer(Teleprompter):
         failure_score: The score of a rollout that failed.
         perfect_score: The highest score of the metric.
         track_stats: Whether the program carries `detailed_results`, a `PlaybookResult`.
+        verbose: Whether `compile` shows the progress line, in a terminal or a notebook.
 
     Raises:
         TypeError: If an argument has the wrong type, or the metric does not take five arguments.
@@ -114,6 +116,7 @@ class PlaybookOptimizer(Teleprompter):
         failure_score: float = 0.0,
         perfect_score: float = 1.0,
         track_stats: bool = False,
+        verbose: bool = True,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.options = PlaybookOptions(
@@ -141,6 +144,7 @@ class PlaybookOptimizer(Teleprompter):
             failure_score=failure_score,
             perfect_score=perfect_score,
             track_stats=track_stats,
+            verbose=verbose,
         )
 
     def get_params(self) -> dict[str, Any]:
@@ -154,15 +158,24 @@ class PlaybookOptimizer(Teleprompter):
         *,
         teacher: Any = None,
         valset: Sequence[Any] | None = None,
+        traces: Iterable[Trace] | None = None,
     ) -> Any:
         """Learn a playbook for `student`, offline.
 
+        Traces come first: in steps that run nothing, they take the place of the rollouts. The playbook then goes on
+        with the trainset.
+
         Args:
             student: The program; it stays as it is.
-            trainset: Examples to learn from.
+            trainset: Examples to learn from; may be empty if there are traces.
             teacher: Not supported.
             valset: Examples on which the playbook is validated at the start and after each step: the best one is
                 returned, the start's included, while learning goes on from the last. Without them the last is returned.
+                What a step on traces makes is kept only if it is better than what was there, and is taken unchecked
+                without a valset.
+            traces: Collected traces to learn from, such as `load_traces` gives: `num_epochs` passes over them. A trace
+                with a predictor's name teaches that predictor, one without teaches all. Below 150 traces n = 30, where
+                no number is given. A long one is cut to the aggregator's `max_context_tokens`.
 
         Returns:
             A new program, with `detailed_results` (a `PlaybookResult`) if `track_stats` is set.
@@ -172,16 +185,17 @@ class PlaybookOptimizer(Teleprompter):
             ProviderError: If a language model's provider refuses a call for good or cannot be reached.
             UnknownCostError: If `max_reflection_cost` is set and the reflection LM reports no cost.
             TypeError: If the student or an example is of the wrong type.
-            ValueError: If there is no trainset, a teacher is given, the program has no predictor, or `log_dir` holds
-                the state of another run.
+            ValueError: If there is no trainset and no trace, a teacher is given, the program has no predictor, a trace
+                is of a predictor that is not there, or `log_dir` holds the state of another run.
 
             Whatever is raised once learning has begun carries `best_program`.
         """
         if teacher is not None:
             raise ValueError("teacher is not supported: a playbook is learned from the student's own rollouts.")
-        examples = check_examples("trainset", () if trainset is None else trainset)
+        nothing = trainset is None or (isinstance(trainset, Sequence) and not trainset)
+        examples = [] if nothing and traces is not None else check_examples("trainset", trainset or ())
         validation = None if valset is None else check_examples("valset", valset)
-        return PlaybookRun(self.options, student, examples, validation).execute()
+        return PlaybookRun(self.options, student, examples, validation, traces=traces).execute()
 
     def learn(self, program: Any, examples: Sequence[Any]) -> tuple[list[Any], Any]:
         """Predict a window of examples, then learn from it, online.

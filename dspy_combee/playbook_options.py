@@ -58,6 +58,7 @@ class PlaybookOptions:
     failure_score: float
     perfect_score: float
     track_stats: bool
+    verbose: bool
 
     def __post_init__(self) -> None:
         _check_metric(self.metric)
@@ -77,7 +78,7 @@ class PlaybookOptions:
         for name in ("max_reflection_cost", "rollout_timeout", "reflection_timeout"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
-        for name in ("use_ground_truth", "shared_playbook", "track_stats"):
+        for name in ("use_ground_truth", "shared_playbook", "track_stats", "verbose"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         for name in ("failure_score", "perfect_score"):

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from dspy_combee.deltas import Add, Applied, Conflict, Delta, Merge, Refused, Remove, Update
-from dspy_combee.playbook import Playbook
 from dspy_combee.pruning import Pruned
-from dspy_combee.records import ProposalNode, Spent, StepRecord, Usage
+from dspy_combee.records import ProposalNode, StepRecord, Usage
 
 LESSON_FIELDS = ("what_went_wrong", "root_cause", "correct_approach", "key_insight")
 
@@ -169,36 +168,6 @@ class PlaybookStep(StepRecord):
         plain: dict[str, Any] = plain_values(self)
         totals = ("bullets", "tokens", "helpful", "harmful", "neutral")
         return {**plain, **{name: getattr(self, name) for name in totals}}
-
-
-@dataclass(frozen=True)
-class PlaybookResult:
-    """What a run of `PlaybookOptimizer` leaves behind.
-
-    Attributes:
-        playbooks: The playbook of each predictor in the program that was returned, with its reflection ids.
-        best_score: Its mean score on the validation examples; None without a valset.
-        steps: The steps that this process ran, in order.
-        batch_sizes: n of each step of the run, those before a resume included. Given as `minibatch_size` it
-            replays the run.
-        spent: What the run has spent, by phase.
-    """
-
-    playbooks: Mapping[str, Playbook]
-    best_score: float | None
-    steps: tuple[PlaybookStep, ...]
-    batch_sizes: tuple[int, ...]
-    spent: Spent
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain values that JSON takes; playbooks in their text form."""
-        return {
-            "playbooks": {name: playbook.to_text() for name, playbook in self.playbooks.items()},
-            "best_score": self.best_score,
-            "steps": [step.to_dict() for step in self.steps],
-            "batch_sizes": list(self.batch_sizes),
-            "spent": self.spent.to_dict(),
-        }
 
 
 def describe(delta: Delta) -> dict[str, Any]:

@@ -1,8 +1,14 @@
 """The simulated reflection model's roles in playbook learning: reflector, curator and merge.
 
-`SimulatedLM(roles=playbook_roles())` answers the prompts of `PlaybookOptimizer`. One loss serves every role. What it
-gets is every lesson that the message states, those of the playbook included, and the length of the whole message:
+`SimulatedLM(roles=playbook_roles())` answers the prompts of `PlaybookOptimizer`. One loss serves every role, and
 nothing here knows whether a group is all of a minibatch or a part of it.
+
+The loss gets the length of the whole message, playbook included: it is read like the rest. And it gets the items that
+the call has to pass on: for the reflector what the feedback tells, and the bullets that bear on it; for the curator the
+lessons in the reflections that the playbook lacks; for the merge the lessons that more than one text states. A call
+that writes deltas does not write the playbook's other bullets out again, so those are no items: if they were, a model
+of "at most C items a call" could not grow a playbook past a few times C bullets, one reflection at a time (ACE grows
+264 from 500 samples; paper, section 2.2).
 """
 
 from __future__ import annotations
@@ -37,10 +43,18 @@ class _Speed:
 
 @dataclass(frozen=True)
 class PlaybookReflector:
-    """Passes on the lessons of one attempt that the playbook lacks, and tags the bullets on its topic as helpful."""
+    """Passes on the lessons of one attempt that the playbook lacks, and tags the bullets on its topic as helpful.
+
+    Attributes:
+        loss: What a call keeps.
+        speed: How long a reply takes.
+        notes: What else a reflection says, in every one the same; it makes them as long as real ones are.
+        name: Under which its calls are counted.
+    """
 
     loss: Loss = field(default_factory=PowerLoss)
     speed: _Speed = field(default_factory=_Speed)
+    notes: str = ""
     name: str = "reflection"
 
     def handles(self, prompt: Prompt) -> bool:
@@ -50,13 +64,15 @@ class PlaybookReflector:
     def fields(self, prompt: Prompt, rng: random.Random) -> dict[str, Any]:
         """The lessons that were kept, as the key insight."""
         attempt, bullets = _input(prompt, "attempt"), _bullets(prompt)
-        kept = _kept(self.loss, prompt, rng)
         standing = {lesson: name for name, lessons in bullets.items() for lesson in lessons}
-        told = [lesson for lesson in find_lessons(attempt) if lesson in kept and lesson not in standing]
-        tags = [name for lesson, name in standing.items() if lesson in kept and lesson.topic in attempt]
+        used = [lesson for lesson in standing if lesson.topic in attempt]
+        new = [lesson for lesson in find_lessons(attempt) if lesson not in standing]
+        kept = _kept(self.loss, [*used, *new], prompt, rng)
+        told = [lesson for lesson in new if lesson in kept]
+        tags = [standing[lesson] for lesson in used if lesson in kept]
         return {
             "what_went_wrong": "A convention was not followed." if told else "Nothing.",
-            "root_cause": "It was not known." if told else "",
+            "root_cause": f"It was not known. {self.notes}".strip() if told else "",
             "correct_approach": "",
             "key_insight": " ".join(map(str, told)),
             "bullet_tags": [{"id": name, "tag": "helpful"} for name in dict.fromkeys(tags)],
@@ -69,10 +85,19 @@ class PlaybookReflector:
 
 @dataclass(frozen=True)
 class PlaybookCurator:
-    """Adds a bullet for each lesson of the reflections that was kept and that the playbook lacks."""
+    """Adds a bullet for each lesson of the reflections that was kept and that the playbook lacks.
+
+    Attributes:
+        loss: What a call keeps.
+        speed: How long a reply takes.
+        wordings: How a bullet may put a lesson, which stands for `{}`; one is drawn for each bullet. With several, two
+            calls that keep the same lesson may write it down in different words, as real ones do.
+        name: Under which its calls are counted.
+    """
 
     loss: Loss = field(default_factory=PowerLoss)
     speed: _Speed = field(default_factory=_Speed)
+    wordings: tuple[str, ...] = ("{}",)
     name: str = "curator"
 
     def handles(self, prompt: Prompt) -> bool:
@@ -82,18 +107,18 @@ class PlaybookCurator:
     def fields(self, prompt: Prompt, rng: random.Random) -> dict[str, Any]:
         """One ADD for each lesson."""
         standing = {lesson for lessons in _bullets(prompt).values() for lesson in lessons}
-        kept = _kept(self.loss, prompt, rng)
         sources: dict[Lesson, list[str]] = {}
         for reflection in _json(prompt, "reflections", []):
             for lesson in find_lessons(json.dumps(reflection, ensure_ascii=False)):
-                sources.setdefault(lesson, []).append(str(reflection.get("id")))
-        return {
-            "operations": [
-                {"type": "ADD", "section": "OTHERS", "content": str(lesson), "reflection_ids": names}
-                for lesson, names in sources.items()
-                if lesson in kept and lesson not in standing
-            ]
-        }
+                if lesson not in standing:
+                    sources.setdefault(lesson, []).append(str(reflection.get("id")))
+        kept = _kept(self.loss, list(sources), prompt, rng)
+        return {"operations": [self._add(lesson, names, rng) for lesson, names in sources.items() if lesson in kept]}
+
+    def _add(self, lesson: Lesson, reflection_ids: list[str], rng: random.Random) -> dict[str, Any]:
+        wording = rng.choice(self.wordings) if len(self.wordings) > 1 else self.wordings[0]
+        content = wording.replace("{}", str(lesson))
+        return {"type": "ADD", "section": "OTHERS", "content": content, "reflection_ids": reflection_ids}
 
     def seconds(self, output_tokens: int) -> float:
         """A base and so much per output token."""
@@ -117,15 +142,22 @@ class PlaybookMerge:
 
     def fields(self, prompt: Prompt, rng: random.Random) -> dict[str, Any]:
         """One decision for each ADD that is covered."""
-        kept = _kept(self.loss, prompt, rng)
         covers = {lesson: name for name, lessons in _bullets(prompt).items() for lesson in lessons}
-        decisions = []
+        covered: dict[str, tuple[list[Lesson], str]] = {}
         for key, delta in _json(prompt, "deltas", {}).items():
             lessons = find_lessons(json.dumps(delta, ensure_ascii=False))
             names = {covers.setdefault(lesson, key) for lesson in lessons}
-            if delta.get("type") == "ADD" and len(names) == 1 and key not in names and set(lessons) <= kept:
-                decisions.append({"type": "COVERED", "deltas": [key], "by": names.pop(), "content": ""})
-        return {"decisions": decisions}
+            if delta.get("type") == "ADD" and len(names) == 1 and key not in names:
+                covered[key] = lessons, names.pop()
+        items = list(dict.fromkeys(lesson for lessons, _ in covered.values() for lesson in lessons))
+        kept = _kept(self.loss, items, prompt, rng)
+        return {
+            "decisions": [
+                {"type": "COVERED", "deltas": [key], "by": by, "content": ""}
+                for key, (lessons, by) in covered.items()
+                if kept.issuperset(lessons)
+            ]
+        }
 
     def seconds(self, output_tokens: int) -> float:
         """A base and so much per output token."""
@@ -144,8 +176,9 @@ def playbook_roles(loss: Loss | None = None, latency: float = 0.0, latency_per_t
     return PlaybookReflector(loss, speed), PlaybookCurator(loss, speed), PlaybookMerge(loss, speed)
 
 
-def _kept(loss: Loss, prompt: Prompt, rng: random.Random) -> set[Lesson]:
-    return set(loss.keep(find_lessons(prompt.question), count_tokens(prompt.question), rng))
+def _kept(loss: Loss, items: list[Lesson], prompt: Prompt, rng: random.Random) -> set[Lesson]:
+    """Those of the items that a call keeps, which reads the whole message."""
+    return set(loss.keep(items, count_tokens(prompt.question), rng))
 
 
 def _input(prompt: Prompt, name: str) -> str:

@@ -31,6 +31,8 @@ class RunState:
         sampler: The sampler's state; None before the first step.
         spent: What the run has spent, reflection not counted.
         reflection: What reflection has spent.
+        trace_sampler: The state of the sampler of traces; None before the first step, or without traces.
+        best_step: The step after which the best playbooks stood; 0 for the start.
     """
 
     playbooks: Mapping[str, Playbook]
@@ -41,6 +43,8 @@ class RunState:
     sampler: Mapping[str, Any] | None = None
     spent: Spent = field(default_factory=Spent)
     reflection: Usage = field(default_factory=Usage)
+    best_step: int = 0
+    trace_sampler: Mapping[str, Any] | None = None
 
 
 class StateFile:
@@ -69,8 +73,10 @@ class StateFile:
             "step": state.step,
             "best": None if state.best is None else _playbooks_out(state.best),
             "best_score": state.best_score,
+            "best_step": state.best_step,
             "batch_sizes": list(state.batch_sizes),
             "sampler": state.sampler,
+            "trace_sampler": state.trace_sampler,
             "metric_calls": dict(state.spent.metric_calls_by_phase),
             "usage": {phase: asdict(usage) for phase, usage in state.spent.usage_by_phase.items()},
             "reflection": asdict(state.reflection),
@@ -115,6 +121,8 @@ def _state_in(data: Mapping[str, Any]) -> RunState:
         sampler=data["sampler"],
         spent=Spent(data["metric_calls"], {phase: Usage(**usage) for phase, usage in data["usage"].items()}),
         reflection=Usage(**data["reflection"]),
+        best_step=data.get("best_step", data["step"]),
+        trace_sampler=data.get("trace_sampler"),
     )
 
 

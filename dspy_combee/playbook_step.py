@@ -6,7 +6,7 @@ import logging
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dspy_combee.aggregation import ReductionTask
@@ -170,13 +170,30 @@ class PlaybookLearner:
             ProviderError: If the reflection LM's provider refuses or cannot be reached.
             UnknownCostError: If `max_reflection_cost` is set and the LM reports no cost.
         """
+        jobs, feedback_calls, feedback_usage = self._jobs(playbooks, rollouts, step)
+        reflector = Reflector(self.options.reflection_lm, self.meter, self.options.reflection_timeout)
+        outcome = self.learn_from(playbooks, jobs, step, reflector)
+        return replace(outcome, feedback_calls=feedback_calls, feedback_usage=feedback_usage)
+
+    def learn_from(
+        self, playbooks: Playbooks, jobs: Sequence[ReflectionJob], step: int, reflector: Reflector
+    ) -> StepOutcome:
+        """Make these reflections, then tag, curate, merge and apply, all against the same playbooks.
+
+        Args:
+            playbooks: The frozen playbooks, by component.
+            jobs: The reflections to make.
+            step: As in `learn`.
+            reflector: Makes them.
+
+        Raises:
+            ProviderError: As in `learn`; so `UnknownCostError`.
+        """
         reflections: list[Reflection] = []
         reductions: list[Reduction] = []
         reason = ""
-        jobs, feedback_calls, feedback_usage = self._jobs(playbooks, rollouts, step)
         tagged = {name: playbook.tag(()) for name, playbook in playbooks.items()}
         try:
-            reflector = Reflector(self.options.reflection_lm, self.meter, self.options.reflection_timeout)
             reflections = self.guard.map(reflector, jobs) if jobs else []
             tagged = {name: self._tag(name, playbook, reflections) for name, playbook in playbooks.items()}
             frozen = {name: report.playbook for name, report in tagged.items()}
@@ -190,8 +207,6 @@ class PlaybookLearner:
             reflections=tuple(reflections),
             reductions=tuple(reductions),
             changes=tuple(changes),
-            feedback_calls=feedback_calls,
-            feedback_usage=feedback_usage,
             failed=bool(failure) and all(made.text is None for made in reductions),
             reason=reason or failure or _notes(reflections, reductions),
         )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
-from types import MethodType
+from functools import lru_cache
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 from typing import Any
 
 import dspy
 from dspy.clients.base_lm import BaseLM
+from dspy.signatures.signature import SignatureMeta
 
+_UNCHANGING = {str, int, float, bool, bytes, complex, NoneType, type, SignatureMeta, FunctionType, BuiltinFunctionType}
+_COPY_HOOKS = {"__deepcopy__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__", "__slots__"}
 _MOST_COPIED = 100_000  # An attribute with more items than this (or an array of 10 MB) is shared by copies.
 
 
@@ -24,11 +28,15 @@ class ProgramCopier:
     """
 
     def __init__(self, program: Any) -> None:
-        self._shared: dict[int, Any] = {}
-        values = [value for _, module in program.named_sub_modules() for value in module.__getstate__().values()]
-        for find in (_find_lms, _find_uncopyable):
-            for value in values:
-                find(value, self._shared)
+        self._shared: dict[int, Any] = {id(lm): lm for lm in lms_in(program)}
+        for value in _attributes(program):
+            _find_uncopyable(value, self._shared)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"shared": list(self._shared.values())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._shared = {id(value): value for value in state["shared"]}  # In another process they have other ids.
 
     def copy(self, program: Any) -> Any:
         """A copy of `program` whose predictors and state are its own."""
@@ -37,7 +45,7 @@ class ProgramCopier:
     def _copy(self, value: Any, memo: dict[int, Any]) -> Any:
         attempt = dict(memo)
         try:
-            new = copy.deepcopy(value, attempt)
+            new = _deepcopy(value, attempt)
         except Exception:
             if not isinstance(value, dspy.Module):
                 return value
@@ -47,6 +55,52 @@ class ProgramCopier:
         else:
             memo.update(attempt)
         return new
+
+
+def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
+    """What `copy.deepcopy` gives, in a quarter of the time for modules and what they are mostly made of."""
+    kind = type(value)
+    if kind in _UNCHANGING:
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    new: Any
+    if kind is list:
+        memo[id(value)] = new = []
+        new.extend(_deepcopy(item, memo) for item in value)
+    elif kind is dict:
+        memo[id(value)] = new = {}
+        new.update((_deepcopy(key, memo), _deepcopy(item, memo)) for key, item in value.items())
+    elif _is_plain_module(kind):
+        memo[id(value)] = new = kind.__new__(kind)
+        state = value.__getstate__()
+        new.__setstate__({name: _deepcopy(part, memo) for name, part in state.items()})
+    else:
+        new = copy.deepcopy(value, memo)
+    return new
+
+
+@lru_cache
+def _is_plain_module(kind: type[Any]) -> bool:
+    """Whether objects of this class are modules that are copied as DSPy's own are."""
+    if not issubclass(kind, dspy.Module):
+        return False
+    own = {name for base in kind.__mro__[:-1] for name in vars(base)}
+    same = kind.__getstate__ is dspy.Module.__getstate__ and kind.__setstate__ is dspy.Module.__setstate__
+    return same and kind.__new__ is object.__new__ and own.isdisjoint(_COPY_HOOKS)
+
+
+def lms_in(program: Any) -> list[Any]:
+    """The language models that a program holds, in any of its modules."""
+    found: dict[int, Any] = {}
+    for value in _attributes(program):
+        _find_lms(value, found)
+    return list(found.values())
+
+
+def _attributes(program: Any) -> list[Any]:
+    """The values of the attributes of all modules of a program."""
+    return [value for _, module in program.named_sub_modules() for value in module.__getstate__().values()]
 
 
 def _find_lms(value: Any, found: dict[int, Any]) -> None:

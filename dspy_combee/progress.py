@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -16,21 +17,32 @@ class ProgressLine:
     Args:
         total: Rollouts of the budget; None where it is not known.
         verbose: Whether to show it.
+        unit: What is counted.
     """
 
-    def __init__(self, total: int | None, verbose: bool = True) -> None:
+    def __init__(self, total: int | None, verbose: bool = True, unit: str = "rollout") -> None:
         self.total = total
         shown = verbose and (sys.stderr.isatty() or _in_notebook())
         make_bar: Any = tqdm
-        self._bar = make_bar(total=total, desc="Combee", unit="rollout", disable=not shown, dynamic_ncols=True)
+        self._bar = make_bar(total=total, desc="Combee", unit=unit, disable=not shown, dynamic_ncols=True)
         self._done = 0
 
-    def advance(self, rollouts: int) -> None:
-        """So many more rollouts are done."""
-        self._done += rollouts
-        most = self._done if self.total is None else min(self._done, self.total - 1)
-        if most > self._bar.n:
-            self._bar.update(most - self._bar.n)
+    def advance(self, rollouts: int, before: int) -> None:
+        """More rollouts are done.
+
+        Args:
+            rollouts: How many.
+            before: How many had been done, those of a run that this one goes on from included.
+        """
+        if self._done < before:  # Not done in the time that the line has been there: no part of its speed.
+            self._bar.initial = self._bar.n = self._highest(before)
+        self._done = before + rollouts
+        if (reached := self._highest(self._done)) > self._bar.n:
+            self._bar.update(reached - self._bar.n)
+
+    def _highest(self, done: int) -> int:
+        """The most that may show before the end: tqdm rounds, and 99.5 % would show as 100."""
+        return done if self.total is None else max(0, min(done, math.ceil(0.995 * self.total) - 1))
 
     def show(self, **facts: Any) -> None:
         """Show these facts behind the bar."""

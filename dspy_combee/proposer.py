@@ -23,6 +23,7 @@ from dspy_combee.errors import ProviderError, UnknownCostError
 from dspy_combee.executors import Executor, ThreadExecutor
 from dspy_combee.instruction_calls import InstructionCalls
 from dspy_combee.records import Reduction
+from dspy_combee.secrecy import hide_own_secrets
 from dspy_combee.text import as_data, as_text
 
 logger = logging.getLogger("dspy_combee")
@@ -198,7 +199,7 @@ class CombeeProposer(InstructionProposer):
         return ReductionTask(
             component=component,
             current=texts[component],
-            records=[as_data(record) for record in prepared],
+            records=[hide_own_secrets(as_data(record)) for record in prepared],
             rng=rng,
             num_groups=self.num_groups,
             duplication_factor=self.duplication_factor,

@@ -42,18 +42,22 @@ def trace_back(steps: Sequence[StepRecord], candidate: int, component: str) -> l
 
     Returns:
         One entry for each step in the candidate's ancestry that rewrote the component; none when the component is
-        still the program's own. A candidate that GEPA's merge made has no step of its own and ends the walk.
+        still the program's own. A candidate that GEPA's merge made has no step of its own and ends the walk. Where
+        steps on collected traces came first, candidate 0 is what the last of them made.
     """
-    made_by = {step.candidate: step for step in steps if step.candidate is not None}
+    kept = [step for step in steps if step.candidate is not None]
+    made_by = {step.candidate: step for step in kept if not step.from_traces}
+    learned = [step for step in kept if step.from_traces]
     found: list[Provenance] = []
-    while candidate in made_by:
-        step = made_by[candidate]
+    while candidate in made_by or (candidate == 0 and learned):
+        step = made_by[candidate] if candidate in made_by else learned.pop()
+        candidate = candidate if step.candidate is None else step.candidate
         found.extend(
             _provenance(step, candidate, reduction)
             for reduction in step.reductions
             if reduction.component == component and reduction.text is not None
         )
-        candidate = step.parent
+        candidate = 0 if step.from_traces else step.parent
     return found
 
 

@@ -231,6 +231,9 @@ class StepRecord:
         elapsed: Seconds from the start of the run (of this process) to the end of the step.
         validation_score: The child's mean score on the validation examples; None when it is not in the pool.
         best_score: The best such score of the pool after the step.
+        from_traces: Whether the step learned from collected traces: nothing was run on the minibatch, whose ids are
+            those of the traces. The candidates of these steps are numbered on their own, from 0, the student; what the
+            last of them made is candidate 0 of the search that follows.
     """
 
     iteration: int
@@ -257,6 +260,7 @@ class StepRecord:
     elapsed: float = 0.0
     validation_score: float | None = None
     best_score: float | None = None
+    from_traces: bool = False
 
     def epoch_seconds(self, num_examples: int, with_validation: bool = False) -> float:
         """T_epoch(n) = d(n) * N / n at this step's speed (paper, section 3.3).

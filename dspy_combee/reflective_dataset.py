@@ -26,6 +26,7 @@ MISMATCH = (
     "rollout stands. This is harmless where the metric is not deterministic; a metric that scores predictors should "
     "still return the rollout's score"
 )
+SCORE_ALONE = "Feedback on such an example is its score alone."
 
 
 class ReflectiveDataset(dict[str, list[Any]]):
@@ -52,13 +53,22 @@ class RecordMaker:
         executor: Runs the feedback calls.
         keep_unparsed: Whether an answer that could not be parsed gives a record.
         warn_of_mismatch: Whether to warn (once) when the metric scores differently at feedback time.
+        timeout: Seconds that the metric may take for the feedback of one record; None for no limit.
 
     Attributes:
         feedback_calls: Metric calls made for feedback and not yet taken into account.
     """
 
-    def __init__(self, scorer: Scorer, executor: Executor, keep_unparsed: bool, warn_of_mismatch: bool) -> None:
+    def __init__(
+        self,
+        scorer: Scorer,
+        executor: Executor,
+        keep_unparsed: bool,
+        warn_of_mismatch: bool,
+        timeout: float | None = None,
+    ) -> None:
         self.scorer = scorer
+        self.timeout = timeout
         self.executor = executor
         self.keep_unparsed = keep_unparsed
         self.warn_of_mismatch = warn_of_mismatch
@@ -81,7 +91,7 @@ class RecordMaker:
             for rollout in rollouts
             if (calls := self._calls_of(component, rollout))
         ]
-        made = self.executor.map(self._record, requests)
+        made = self.executor.map(self._asked, requests, timeout=self.timeout, on_timeout=self._timed_out)
         self.feedback_calls += sum(request.asks_the_metric for request in requests)
         records: dict[str, list[Any]] = {component: [] for component in components}
         for request, record in zip(requests, made, strict=True):
@@ -96,12 +106,20 @@ class RecordMaker:
         unparsed = [step for step in calls if isinstance(step.outputs, FailedPrediction)]
         return [step for step in calls if not isinstance(step.outputs, FailedPrediction)] + unparsed[:1]
 
-    def _record(self, request: _FeedbackRequest) -> ReflectionRecord:
+    def _asked(self, request: _FeedbackRequest) -> ReflectionRecord:
+        return self._record(request, self._feedback(request, request.calls[-1]))
+
+    def _timed_out(self, request: _FeedbackRequest) -> ReflectionRecord:
+        what = f"The metric took longer than {self.timeout:g} seconds for its feedback"
+        self.scorer.warn_once("feedback time", what, SCORE_ALONE)
+        return self._record(request, f"This trajectory got a score of {request.rollout.score}.")
+
+    def _record(self, request: _FeedbackRequest, feedback: str) -> ReflectionRecord:
         call = request.calls[-1]
         fields: dict[str, Any] = {
             "Inputs": _input_fields(call.inputs),
             "Generated Outputs": _output_fields(call),
-            "Feedback": self._feedback(request, call),
+            "Feedback": feedback,
         }
         earlier = [
             {"Inputs": _input_fields(step.inputs), "Generated Outputs": _output_fields(step)}
@@ -130,7 +148,7 @@ class RecordMaker:
         except Exception as error:
             raise_if_provider(error)
             what = f"The metric raised {type(error).__name__}: {shorten(str(error))}"
-            self.scorer.warn_once("feedback", what, "Feedback on such an example is its score alone.")
+            self.scorer.warn_once("feedback", what, SCORE_ALONE)
             return f"This trajectory got a score of {rollout.score}."
         finally:
             self.meter.add(usage_of(heard))
@@ -180,7 +198,7 @@ def _output_fields(step: TraceStep) -> Any:
             f"```\n{raw}\n```\n\n"
         )
     if step.outputs is None:
-        return "None: the call raised an error."
+        return "None: the call did not end."
     return dict(step.outputs.items())
 
 

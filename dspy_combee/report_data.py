@@ -123,7 +123,11 @@ def score_points(steps: Sequence[StepRecord]) -> list[ScorePoint]:
 
 
 def delay_curve(steps: Sequence[StepRecord]) -> DelayCurve:
-    """The delay curve by the controller's last fit; the steps alone where there is none."""
+    """The delay curve by the controller's last fit; the steps alone where there is none.
+
+    Where a run read traces first, it is that of the steps with rollouts.
+    """
+    steps = [step for step in steps if not step.from_traces] or steps
     timed = [s for s in steps if s.seconds > 0 and s.n > 0 and any(node.output is not None for node in s.nodes)]
     fit = next((step.fit for step in reversed(steps) if step.fit is not None), None)
     size = None if fit is None else _num_examples(fit)

@@ -14,6 +14,7 @@ from dspy_combee.batch_size import BatchSizeFit
 from dspy_combee.provenance import Provenance, trace_back
 from dspy_combee.records import Spent, StepRecord
 from dspy_combee.steps import REPEATED, StepRecorder
+from dspy_combee.trace_learning import TraceRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +29,9 @@ class CombeeResult(DspyGEPAResult):
         batch_sizes: n of each step of the run, those before a resume included. Given as
             `reflection_minibatch_size` it replays the run.
         spent: What the run has spent, by phase.
+
+    Steps on collected traces come first (`StepRecord.from_traces`). Candidate 0 is then what they have taught, and
+    where there was no search it is the only one: without a valset it has no score, `val_aggregate_scores` is empty.
     """
 
     steps: tuple[StepRecord, ...] = ()
@@ -49,6 +53,11 @@ class CombeeResult(DspyGEPAResult):
         if component not in components:
             raise ValueError(f"There is no component {component!r}; there are {sorted(components)}.")
         return trace_back(self.steps, self.best_idx, component)
+
+    @property
+    def best_idx(self) -> int:
+        """Index of the candidate with the highest score on the validation examples."""
+        return super().best_idx if self.val_aggregate_scores else 0
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Write the report of the run: one HTML page that stands alone and opens without a network.
@@ -93,6 +102,27 @@ class CombeeResult(DspyGEPAResult):
         base = DspyGEPAResult.from_gepa_result(gepa_result, adapter)
         return CombeeResult(
             **vars(base), steps=tuple(recorder.records), batch_sizes=tuple(recorder.batch_sizes), spent=spent
+        )
+
+    @staticmethod
+    def from_traces(learned: TraceRun) -> CombeeResult:
+        """The result of a run on traces that no search followed."""
+        state, scores = learned.state, learned.state.scores
+        metric_calls = learned.spent.metric_calls
+        return CombeeResult(
+            candidates=[learned.build_program()],
+            parents=[[None]],
+            val_aggregate_scores=[] if state.score is None else [state.score],
+            val_subscores=[dict(enumerate(scores or ()))],
+            per_val_instance_best_candidates={index: {0} for index in range(len(scores or ()))},
+            discovery_eval_counts=[metric_calls],
+            total_metric_calls=metric_calls,
+            num_full_val_evals=metric_calls // len(learned.valset) if learned.valset else 0,
+            log_dir=learned.optimizer.log_dir,
+            seed=learned.optimizer.seed,
+            steps=tuple(learned.recorder.records),
+            batch_sizes=tuple(learned.recorder.batch_sizes),
+            spent=learned.spent,
         )
 
     def to_dict(self) -> dict[str, Any]:

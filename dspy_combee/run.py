@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import logging
-import os
+import pickle
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import dspy
+import cloudpickle
 import gepa
 from gepa.core.data_loader import ensure_loader
 from gepa.strategies.eval_policy import EvaluationPolicy, FullEvaluationPolicy
 
-from dspy_combee.adapter import CombeeAdapter
-from dspy_combee.aggregation import TimeLimited
 from dspy_combee.batch_size import PowerLawBatchSize
-from dspy_combee.budget import Budget, CostGuard, tasks_per_step
-from dspy_combee.calls import UsageMeter
-from dspy_combee.executors import ThreadExecutor
+from dspy_combee.budget import Budget, tasks_per_step
 from dspy_combee.progress import ProgressLine
 from dspy_combee.records import Rollout, Spent, StepRecord, Usage
 from dspy_combee.reflection import RunReflection
 from dspy_combee.result import CombeeResult
+from dspy_combee.run_parts import has_gepa_state, make_adapter, make_executor, make_reflection, secrets_in_run
 from dspy_combee.sampling import BudgetedSampling, EpochSampler, resolve_selector
-from dspy_combee.scoring import Scorer
-from dspy_combee.secrecy import hide_secrets, keeping_secret, secrets_of
+from dspy_combee.secrecy import hide_secrets, keeping_secret
 from dspy_combee.shuffle import default_num_groups
 from dspy_combee.sizes import resolve_sizer
 from dspy_combee.step_log import StepLog
 from dspy_combee.steps import StepRecorder
+from dspy_combee.trace_learning import TraceRun
+from dspy_combee.tracking import StepTracking, has_wandb_run
 
 logger = logging.getLogger("dspy_combee")
 
@@ -43,51 +41,55 @@ class Run:
         student: The program.
         trainset: Examples to learn from.
         valset: Examples that decide; None for the trainset.
+        learned: What was learned from traces before, where the search starts; None for the student.
     """
 
-    def __init__(self, optimizer: Any, student: Any, trainset: list[Any], valset: list[Any] | None) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        student: Any,
+        trainset: list[Any],
+        valset: list[Any] | None,
+        learned: TraceRun | None = None,
+    ) -> None:
         self.optimizer = optimizer
         self.trainset = trainset
         self.valset = valset or trainset
         self.extra = dict(optimizer.gepa_kwargs)
+        self.steps_before = 0 if learned is None else learned.state.step
+        self.metric_calls_before = 0 if learned is None else learned.recorder.ledger.spent.metric_calls
+        max_metric_calls = optimizer.budget_for(student, trainset, valset)
         self.budget = Budget(
             num_examples=len(self.trainset),
             num_validation=len(self.valset),
-            max_metric_calls=optimizer.budget_for(student, trainset, valset),
+            max_metric_calls=None if max_metric_calls is None else max_metric_calls - self.metric_calls_before,
             num_epochs=optimizer.num_epochs,
             tasks_per_step=tasks_per_step(self.extra.get("sampling_strategy")),
             num_seed_validation=_seed_validation(self.extra.get("val_evaluation_policy"), self.valset),
         )
-        executor = optimizer.executor
-        if isinstance(executor, str):
-            executor = ThreadExecutor(optimizer.num_threads or dspy.settings.num_threads)
+        executor = make_executor(optimizer)
         self.sampler = self._make_sampler()
         size = optimizer.reflection_minibatch_size
         clock = (size if isinstance(size, PowerLawBatchSize) else PowerLawBatchSize()).clock
         self.step_log = StepLog(optimizer.log_dir) if optimizer.log_dir is not None else None
         self.progress = ProgressLine(self._total_rollouts(), optimizer.verbose)
-        self.recorder = StepRecorder(self.sampler, clock, [self._show, *optimizer.step_callbacks], self.step_log)
-        self.adapter = CombeeAdapter(
-            student,
-            Scorer(optimizer.metric_fn, optimizer.failure_score, optimizer.perfect_score),
-            executor,
-            add_format_failure_as_feedback=optimizer.add_format_failure_as_feedback,
-            warn_on_score_mismatch=optimizer.warn_on_score_mismatch,
-            reflection_lm=optimizer.reflection_lm,
-            code_proposer=optimizer.custom_code_proposer,
-            observer=self,
-            rollout_timeout=optimizer.rollout_timeout,
-        )
+        # GEPA would end a W&B run of the host's that it is not told to join.
+        self.joins_wandb = optimizer.use_wandb and self.extra.get("wandb_attach_existing", has_wandb_run())
+        tracking = StepTracking(optimizer.use_mlflow, optimizer.use_wandb, self.joins_wandb, len(trainset))
+        listeners = [self._show, tracking, *optimizer.step_callbacks]
+        self.recorder = StepRecorder(self.sampler, clock, listeners, self.step_log)
+        self.adapter = make_adapter(optimizer, student, executor, self)
         self.adapter.saved_parts["steps"] = self.recorder
         if self.sampler is not None:
             self.adapter.saved_parts["sampler"] = self.sampler
-        meter = UsageMeter()
-        reflection_executor = TimeLimited(executor, optimizer.reflection_timeout)
-        guard = CostGuard(reflection_executor, optimizer.max_reflection_cost, meter)
-        proposer = optimizer.proposer.for_run(guard, optimizer.reflection_lm, optimizer.seed, meter)
-        self.adapter.saved_parts["reflection"] = meter
-        self.reflection = RunReflection(proposer, self.adapter, self.recorder, guard)
+        parts = make_reflection(optimizer, executor)
+        self.adapter.saved_parts["reflection"] = parts.meter
+        self.reflection = RunReflection(parts.proposer, self.adapter, self.recorder, parts.guard)
         self.seed_candidate = self.adapter.seed_candidate()
+        if learned is not None:
+            self.seed_candidate.update(learned.state.candidate)
+            self.recorder.follow(learned.recorder)
+            parts.meter.set_state(learned.meter.get_state())
 
     def execute(self) -> Any:
         """Search, and build the best program.
@@ -95,18 +97,13 @@ class Run:
         Returns:
             The program, with `detailed_results` when the optimizer tracks stats.
         """
-        with keeping_secret(self._secrets()):
+        with keeping_secret(secrets_in_run(self.adapter.student, self.reflection.proposer.reflection_lm)):
             return self._execute()
-
-    def _secrets(self) -> set[str]:
-        predictors = [predictor for _, predictor in self.adapter.student.named_predictors()]
-        lms = [self.reflection.proposer.reflection_lm, dspy.settings.lm, *(p.lm for p in predictors)]
-        return secrets_of(lm for lm in lms if lm is not None)
 
     def _execute(self) -> Any:
         self._log_plan()
-        if self.step_log is not None and not _has_state(self.optimizer.log_dir):
-            self.step_log.resume(0)
+        if self.step_log is not None and not has_gepa_state(self.optimizer.log_dir):
+            self.step_log.resume(self.steps_before + 1)
         try:
             result = self._search()
         except BaseException as error:
@@ -134,8 +131,9 @@ class Run:
 
     def note_rollouts(self, rollouts: Sequence[Rollout], traced: bool, cut_short: Usage) -> None:
         """See `RolloutObserver`."""
+        before = self._rollouts_done
         self.recorder.note_rollouts(rollouts, traced, cut_short)
-        self.progress.advance(len(rollouts))
+        self.progress.advance(self._rollouts_done - before, before)
 
     def note_feedback(self, metric_calls: int, usage: Usage) -> None:
         """See `RolloutObserver`."""
@@ -143,7 +141,17 @@ class Run:
 
     def _total_rollouts(self) -> int | None:
         budget = self.budget
-        return budget.minibatch_rollouts if budget.max_metric_calls is None else budget.max_metric_calls
+        if budget.max_metric_calls is None:
+            return budget.minibatch_rollouts
+        return budget.max_metric_calls + self.metric_calls_before
+
+    @property
+    def _rollouts_done(self) -> int:
+        """Those that the budget counts: of minibatches alone where it is in epochs."""
+        spent = self.recorder.ledger.spent
+        if self.budget.max_metric_calls is not None:
+            return spent.metric_calls
+        return spent.metric_calls_in("profiling") + spent.metric_calls_in("rollouts")
 
     def _show(self, step: StepRecord) -> None:
         usage = self.reflection.proposer.meter.usage
@@ -162,7 +170,8 @@ class Run:
         with tempfile.TemporaryDirectory(prefix="dspy_combee_") as own_dir:
             run_dir = log_dir or (own_dir if may_fail else None)
             keeps_outputs = self.optimizer.track_best_outputs or bool(self.extra.get("cache_evaluation"))
-            self.adapter.saves_outputs = run_dir is not None and keeps_outputs
+            pickler = cloudpickle if self.extra.get("use_cloudpickle", True) else pickle
+            self.adapter.dumps = pickler.dumps if run_dir is not None and keeps_outputs else None
             try:
                 result = gepa.optimize(**self._gepa_arguments(run_dir, self.optimizer.use_merge))
             except ValueError as error:
@@ -189,8 +198,10 @@ class Run:
             if self.optimizer.num_epochs is not None:
                 raise ValueError("num_epochs counts the draws of Combee's sampler; it cannot go with a batch_sampler.")
             return None
+        size = self.optimizer.reflection_minibatch_size
         sizer = resolve_sizer(
-            self.optimizer.reflection_minibatch_size,
+            # A list replays a whole run, the steps on traces included.
+            size[self.steps_before :] or size[-1:] if isinstance(size, list | tuple) else size,
             len(self.trainset),
             self.budget.minibatch_rollouts,
             self.budget.tasks_per_step,
@@ -232,6 +243,8 @@ class Run:
             **self._sampling(extra),
         }
         extra.setdefault("use_cloudpickle", True)
+        if self.joins_wandb:
+            extra["wandb_attach_existing"] = True
         return _join(arguments, extra)
 
     def _sampling(self, extra: dict[str, Any]) -> dict[str, Any]:
@@ -280,8 +293,12 @@ class Run:
 
     def _log_interrupt(self) -> None:
         log_dir = self.optimizer.log_dir
-        how = "compile with the same log_dir goes on from there" if log_dir else "give a log_dir to be able to go on"
-        logger.warning("Interrupted; state saved in %s: %s.", log_dir or "no place", how)
+        if has_gepa_state(log_dir):
+            logger.warning("Interrupted; state saved in %s: compile with the same log_dir goes on from there.", log_dir)
+        elif log_dir is not None:
+            logger.warning("Interrupted before the seed was validated: compile with the same log_dir starts anew.")
+        else:
+            logger.warning("Interrupted; no state is saved: give a log_dir to be able to go on.")
 
     def _best_program(self) -> Any:
         state = self.recorder.state
@@ -326,12 +343,10 @@ class _ResumedPolicy(EvaluationPolicy[Any, Any]):
         return float(self.policy.get_valset_score(program_idx, state))
 
 
-def _has_state(run_dir: str | None) -> bool:
-    return run_dir is not None and os.path.exists(os.path.join(run_dir, "gepa_state.bin"))
-
-
 def _evaluation_policy(policy: Any, run_dir: str | None) -> Any:
-    if not _has_state(run_dir) or not (policy is None or policy == "full_eval" or isinstance(policy, EvaluationPolicy)):
+    if not has_gepa_state(run_dir) or not (
+        policy is None or policy == "full_eval" or isinstance(policy, EvaluationPolicy)
+    ):
         return policy
     return _ResumedPolicy(policy if isinstance(policy, EvaluationPolicy) else FullEvaluationPolicy())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gepa.proposer.reflective_mutation.base import CandidateSelector
@@ -25,6 +25,30 @@ from dspy_combee.budget import Budget
 from dspy_combee.sizes import MinibatchSizer, SizeDecision, StepTiming
 
 logger = logging.getLogger("dspy_combee")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run without GEPA is, as its sampler asks for it.
+
+    Attributes:
+        i: The step.
+        total_num_evals: Metric calls, which do not limit it.
+    """
+
+    i: int
+    total_num_evals: int = 0
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The ids of so many examples or traces: their positions."""
+
+    number: int
+
+    def all_ids(self) -> range:
+        """The ids."""
+        return range(self.number)
 
 
 class EpochSampler(BatchSampler[Any, Any]):

@@ -42,6 +42,17 @@ class Scorer:
         self.perfect_score = perfect_score
         self.wants_program_trace = wants_program_trace
         self._warned: dict[str, object] = {}
+        self._kept: list[tuple[str, str, str]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": []}  # A copy in another process keeps its warnings for this one to give.
+
+    def take_warnings(self) -> list[tuple[str, str, str]]:
+        """The warnings kept since this was last asked: the arguments of `warn_once`."""
+        if not self._kept:
+            return []
+        warnings, self._kept = self._kept, []
+        return warnings
 
     def score(self, rollout: Rollout) -> Rollout:
         """The rollout with its score; a metric that raises gives the failure score."""
@@ -85,6 +96,9 @@ class Scorer:
         mine = object()
         if self._warned.setdefault(kind, mine) is mine:
             consequence = consequence or f"Such an example scores failure_score={self.failure_score:g}."
+            if self._kept is not None:
+                self._kept.append((kind, text, consequence))
+                return
             logger.warning("%s. %s (Said once.)", text, consequence)
 
 

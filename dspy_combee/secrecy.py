@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from dspy_combee.redaction import redact
+from dspy_combee.redaction import REDACTED, redact
 
 _SECRETS: ContextVar[tuple[str, ...]] = ContextVar("dspy_combee_secrets", default=())
+_SECRET_HEADER = re.compile("auth|key|token|secret|cookie|credential|passw|session", re.IGNORECASE)
 
 
 def shorten(text: str, limit: int = 500) -> str:
     """`text` on one line, cut at `limit` characters with a mark, and without what looks like a secret."""
     line = " ".join(hide_secrets(text).split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def hide_own_secrets(value: Any) -> Any:
+    """Plain data without the run's own secrets; what only looks like a secret stays, for it may be the task's."""
+    if isinstance(value, str):
+        for secret in _SECRETS.get():
+            value = value.replace(secret, REDACTED)
+        return value
+    if isinstance(value, dict):
+        return {hide_own_secrets(key): hide_own_secrets(item) for key, item in value.items()}
+    return [hide_own_secrets(item) for item in value] if isinstance(value, list) else value
+
+
+def holds_own_secret(data: bytes) -> bool:
+    """Whether one of the run's own secrets stands in `data`."""
+    return any(secret.encode() in data for secret in _SECRETS.get())
 
 
 def hide_secrets(text: str) -> str:
@@ -26,12 +44,32 @@ def hide_secrets(text: str) -> str:
 
 @contextmanager
 def keeping_secret(secrets: Iterable[str]) -> Iterator[None]:
-    """While this lasts, `hide_secrets` hides these texts too, in every task that is started inside."""
-    token = _SECRETS.set((*_SECRETS.get(), *secrets))
+    """While this lasts, `hide_secrets` hides these texts too, in every task that is started inside.
+
+    An error that leaves loses, of the errors that it came from, those whose text holds a secret.
+    """
+    token = _SECRETS.set(tuple(sorted({*_SECRETS.get(), *secrets}, key=len, reverse=True)))
     try:
         yield
+    except BaseException as error:
+        _cut_chain(error)
+        raise
     finally:
         _SECRETS.reset(token)
+
+
+def _cut_chain(error: BaseException) -> None:
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        text = str(cause)
+        if hide_secrets(text) != text:
+            error.__cause__ = error.__context__ = None
+            return
+        error, cause = cause, cause.__cause__ or cause.__context__
+
+
+def _is_random(text: str) -> bool:
+    return len(text) >= 20 and text.isalnum() and not text.isalpha()
 
 
 def secrets_of(lms: Iterable[Any]) -> set[str]:
@@ -39,9 +77,12 @@ def secrets_of(lms: Iterable[Any]) -> set[str]:
     found: set[str] = set()
     for lm in lms:
         for name, value in getattr(lm, "kwargs", {}).items():
-            if name.endswith(("headers",)) and isinstance(value, Mapping):
-                found.update(str(item) for item in value.values())
-            elif "key" in name or "token" in name.split("_") or "secret" in name:
+            if name.endswith("headers") and isinstance(value, Mapping):
+                for header, item in value.items():
+                    # `Bearer KEY` is a secret, and KEY is one by itself.
+                    parts = [str(item), *str(item).split()]
+                    found.update(part for part in parts if _SECRET_HEADER.search(str(header)) or _is_random(part))
+            elif "key" in name or "token" in name.split("_") or "secret" in name or "credentials" in name:
                 found.add(value if isinstance(value, str) else "")
     found.update(value for name, value in os.environ.items() if name.endswith(("_API_KEY", "_TOKEN", "_SECRET")))
     return {secret for secret in found if len(secret) >= 8}

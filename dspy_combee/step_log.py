@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from dspy_combee.batch_size import BatchSizeFit
-from dspy_combee.records import ProposalNode, Reduction, StepRecord, Usage
+from dspy_combee.records import StepRecord
+from dspy_combee.step_reading import step_from_dict
 
 logger = logging.getLogger("dspy_combee")
 
@@ -32,18 +30,21 @@ class StepLog:
     def append(self, record: StepRecord) -> None:
         """Add a step; it is on disk when this returns."""
         line = json.dumps(record.to_dict(), ensure_ascii=False, default=str)
-        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(line + "\n")
-            file.flush()
+        # A lone surrogate, which UTF-8 does not know, is written as the escape that JSON has for it.
+        with self.path.open("ab") as file:
+            file.write((line + "\n").encode("utf-8", "backslashreplace"))
 
     def resume(self, iteration: int) -> list[StepRecord]:
-        """The steps before `iteration`; later ones, which the run makes again, are taken off the file."""
-        kept = [record for record in read_steps(self.path) if record.iteration < iteration]
+        """The steps before `iteration`; later ones, which the run makes again, are taken off the file.
+
+        Raises:
+            ValueError: If a line is no step; the file is then as it was.
+        """
+        kept = [(line, record) for line, record in _lines(self.path) if record.iteration < iteration]
         temporary = self.path.with_suffix(".tmp")
-        lines = [json.dumps(record.to_dict(), ensure_ascii=False, default=str) + "\n" for record in kept]
-        temporary.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+        temporary.write_bytes(b"".join(line + b"\n" for line, _ in kept))
         os.replace(temporary, self.path)
-        return kept
+        return [record for _, record in kept]
 
 
 def read_steps(path: str | os.PathLike[str]) -> list[StepRecord]:
@@ -55,67 +56,27 @@ def read_steps(path: str | os.PathLike[str]) -> list[StepRecord]:
         path: The file or the folder.
 
     Returns:
-        The steps in order; none when there is no file.
+        The steps in order, those of a `PlaybookOptimizer` as `PlaybookStep`s; none when there is no file.
 
     Raises:
         ValueError: If another line is no step; the message names the file and the line.
     """
     file = Path(path)
-    if file.is_dir():
-        file = file / FILE_NAME
+    return [record for _, record in _lines(file / FILE_NAME if file.is_dir() else file)]
+
+
+def _lines(file: Path) -> Iterator[tuple[bytes, StepRecord]]:
+    """Each line that holds a step, and the step."""
     if not file.exists():
-        return []
-    lines = file.read_text(encoding="utf-8").split("\n")
-    records = []
+        return
+    lines = file.read_bytes().split(b"\n")  # Bytes: a kill may cut a character in two.
     for number, line in enumerate(lines, start=1):
-        if not line:
+        if not line.strip():
             continue
         try:
-            records.append(step_from_dict(json.loads(line)))
-        except (ValueError, TypeError, KeyError) as error:
+            yield line, step_from_dict(json.loads(line.decode("utf-8")))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             if number == len(lines):  # Each whole line ends in a newline, so this one is not whole.
                 logger.warning("%s:%d is cut short and is left out.", file, number)
                 continue
             raise ValueError(f"{file}:{number} is no step record: {error}") from error
-    return records
-
-
-def step_from_dict(plain: Mapping[str, Any]) -> StepRecord:
-    """The step that `StepRecord.to_dict` made these values of.
-
-    Raises:
-        TypeError: If a field is missing.
-    """
-    values = _known(StepRecord, plain)
-    values["minibatch_ids"] = tuple(values["minibatch_ids"])
-    values["scores_before"] = tuple(values["scores_before"])
-    values["scores_after"] = tuple(values["scores_after"])
-    values["reductions"] = tuple(_reduction(reduction) for reduction in values["reductions"])
-    values["usage"] = Usage(**_known(Usage, values.get("usage") or {}))
-    if values.get("fit") is not None:
-        fit = _known(BatchSizeFit, values["fit"])
-        values["fit"] = BatchSizeFit(**{**fit, "medians": _pairs(fit["medians"])})
-    return StepRecord(**values)
-
-
-def _reduction(plain: Mapping[str, Any]) -> Reduction:
-    values = _known(Reduction, plain)
-    values["nodes"] = tuple(_node(node) for node in values["nodes"])
-    values["sources"] = tuple(values.get("sources") or ())
-    return Reduction(**values)
-
-
-def _node(plain: Mapping[str, Any]) -> ProposalNode:
-    values = _known(ProposalNode, plain)
-    values["inputs"] = tuple(values["inputs"])
-    values["usage"] = Usage(**_known(Usage, values.get("usage") or {}))
-    return ProposalNode(**values)
-
-
-def _pairs(pairs: Sequence[Sequence[Any]]) -> tuple[tuple[int, float], ...]:
-    return tuple((int(n), float(seconds)) for n, seconds in pairs)
-
-
-def _known(kind: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The values for the fields that this version knows."""
-    return {field.name: plain[field.name] for field in fields(kind) if field.name in plain}

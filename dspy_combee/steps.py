@@ -75,6 +75,7 @@ class StepRecorder:
         self.records: list[StepRecord] = []
         self.state: Any = None
         self.iteration = 0
+        self._steps_before = self._metric_calls_before = 0
         self._tasks: list[_Task] = []
         self._entered: dict[int, dict[str, str]] = {}
         self._scores: dict[int, float] = {}
@@ -83,10 +84,24 @@ class StepRecorder:
         self._started = 0.0
         self._evaluated: float | None = None
 
+    def add(self, record: StepRecord) -> None:
+        """Take in a step that was made without GEPA."""
+        self.records.append(record)
+        self.batch_sizes.append(record.n)
+        self._tell(record)
+
+    def follow(self, before: StepRecorder) -> None:
+        """Go on counting where another recorder ended, whose steps come before those of this one."""
+        self.records = list(before.records)
+        self.batch_sizes = list(before.batch_sizes)
+        self.ledger.set_state(before.ledger.get_state())
+        self._steps_before = len(before.batch_sizes)
+        self._metric_calls_before = before.ledger.spent.metric_calls
+
     def on_iteration_start(self, event: Any) -> None:
         """A step begins."""
         self.state = event["state"]
-        self.iteration = event["iteration"]
+        self.iteration = event["iteration"] + self._steps_before
         self._tasks = []
         self._entered = {}
         self._rejections = []
@@ -334,7 +349,7 @@ class StepRecorder:
             usage=sum((n.usage for t in self._tasks for r in t.reductions for n in r.nodes), self._usage),
             num_tasks=sum(t.scores_before is not None for t in self._tasks),
             phase_seconds=dict(self._phases),
-            metric_calls=self.state.total_num_evals,
+            metric_calls=self.state.total_num_evals + self._metric_calls_before,
             elapsed=time.monotonic() - self._run_started,
             validation_score=None if task.candidate is None else self._scores.get(task.candidate),
             best_score=max(self.state.program_full_scores_val_set, default=None),

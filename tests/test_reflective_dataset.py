@@ -204,7 +204,7 @@ def test_record_of_a_call_that_raised():
     (record,) = records([rollout(step({"question": "q"}, None), error="RuntimeError: lost", score=0.0)])
     assert record == {
         "Inputs": {"question": "q"},
-        "Generated Outputs": "None: the call raised an error.",
+        "Generated Outputs": "None: the call did not end.",
         "Feedback": "The program failed on this example: RuntimeError: lost",
     }
 

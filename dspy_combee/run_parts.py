@@ -1,0 +1,72 @@
+"""The parts that a run of `CombeeOptimizer` is made of, each run with its own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import dspy
+
+from dspy_combee.adapter import CombeeAdapter, RolloutObserver
+from dspy_combee.aggregation import TimeLimited
+from dspy_combee.budget import CostGuard
+from dspy_combee.calls import UsageMeter
+from dspy_combee.executors import Executor, ThreadExecutor
+from dspy_combee.program_copies import lms_in
+from dspy_combee.proposer import CombeeProposer
+from dspy_combee.scoring import Scorer
+from dspy_combee.secrecy import secrets_of
+
+GEPA_STATE = "gepa_state.bin"
+
+
+@dataclass(frozen=True)
+class ReflectionParts:
+    """What reflects: the proposer, what watches its spending, and what counts its usage."""
+
+    proposer: CombeeProposer
+    guard: CostGuard
+    meter: UsageMeter
+
+
+def make_executor(optimizer: Any) -> Executor:
+    """What runs the rollouts and reflection calls of a run."""
+    executor: Executor | str = optimizer.executor
+    if isinstance(executor, str):
+        return ThreadExecutor(optimizer.num_threads or dspy.settings.num_threads)
+    return executor
+
+
+def make_adapter(optimizer: Any, student: Any, executor: Executor, observer: RolloutObserver) -> CombeeAdapter:
+    """The adapter of a run, for the options of its optimizer."""
+    return CombeeAdapter(
+        student,
+        Scorer(optimizer.metric_fn, optimizer.failure_score, optimizer.perfect_score),
+        executor,
+        add_format_failure_as_feedback=optimizer.add_format_failure_as_feedback,
+        warn_on_score_mismatch=optimizer.warn_on_score_mismatch,
+        reflection_lm=optimizer.reflection_lm,
+        code_proposer=optimizer.custom_code_proposer,
+        observer=observer,
+        rollout_timeout=optimizer.rollout_timeout,
+    )
+
+
+def make_reflection(optimizer: Any, executor: Executor) -> ReflectionParts:
+    """The proposer of a run, its calls limited in time and cost as the optimizer says."""
+    meter = UsageMeter()
+    guard = CostGuard(TimeLimited(executor, optimizer.reflection_timeout), optimizer.max_reflection_cost, meter)
+    proposer = optimizer.proposer.for_run(guard, optimizer.reflection_lm, optimizer.seed, meter)
+    return ReflectionParts(proposer, guard, meter)
+
+
+def has_gepa_state(run_dir: str | None) -> bool:
+    """Whether GEPA has saved a search there."""
+    return run_dir is not None and os.path.exists(os.path.join(run_dir, GEPA_STATE))
+
+
+def secrets_in_run(student: Any, reflection_lm: Any) -> set[str]:
+    """The secrets of the language models of a run."""
+    lms = [reflection_lm, dspy.settings.lm, *lms_in(student)]
+    return secrets_of(lm for lm in lms if lm is not None)
