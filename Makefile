@@ -10,12 +10,13 @@ PYTEST = $(IN_VENV) -m pytest
 # LiteLLM would otherwise try to fetch its price map at import.
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
-.PHONY: help demo test lint types check format full clean FORCE
+.PHONY: help demo test lint types check format ray full clean FORCE
 
 help:
 	@echo "make demo    the optimizer at work on a simulated LM: no key, no network"
 	@echo "make test    the tests, slow ones left out (ARGS='-k shuffle' goes to pytest)"
 	@echo "make check   format, lint, types and tests"
+	@echo "make ray     the tests of rollouts on Ray, which it installs"
 	@echo "make full    everything slow: all tests and the benchmarks"
 	@echo "make format  put the code into the format that 'make check' wants"
 	@echo "make clean   remove environments, caches and build products"
@@ -39,7 +40,10 @@ format: $(VENV)/dev
 	@$(IN_VENV) -m ruff check --fix .
 	@$(IN_VENV) -m ruff format .
 
-full: lint types
+ray: $(VENV)/ray
+	@$(PYTEST) tests/test_ray.py tests/test_executors.py -k ray $(ARGS)
+
+full: lint types $(VENV)/ray
 	@$(PYTEST) $(ARGS)
 	@for script in benchmarks/*.py; do \
 		[ -e "$$script" ] || continue; \
@@ -77,4 +81,9 @@ $(VENV)/core: FORCE
 $(VENV)/dev: $(VENV)/core
 	@echo "Adding what tests need to $(VENV) ..."
 	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch "$@"
+
+$(VENV)/ray: $(VENV)/dev
+	@echo "Adding Ray to $(VENV) ..."
+	@$(PIP_INSTALL) --editable '.[dev,ray]'
 	@touch "$@"

@@ -11,11 +11,11 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from statistics import mean
 
-from benchmarks._overload_task import BASE_ABILITY, LINES, REFLECTION_TOKENS, Novelty
+from benchmarks._overload_task import BASE_ABILITY, LINES, MAX_LESSONS, REFLECTION_TOKENS, Novelty
 from dspy_combee.shuffle import augmented_shuffle, default_num_groups, effective_duplication
 from dspy_combee.testing import CapacityLoss, Loss, PowerLoss
 
@@ -63,7 +63,7 @@ def sketch(
     """One run of the loop; `p` is None for a flat one."""
     rng = random.Random(seed)
     total = round(novelty.num_lessons / (1 - BASE_ABILITY))
-    cumulative = list(accumulate((rank + 1) ** -novelty.exponent for rank in range(total)))
+    cumulative = _cumulative(total, novelty.exponent)
     known: set[int] = set()
     read: list[int] = []
     for start in range(0, num_train, n):
@@ -82,6 +82,11 @@ def sketch(
             read.append(lengths.curator + playbook + lengths.reflection * len(group) + told)
             known |= set(loss.keep(items, read[-1], rng))  # type: ignore
     return Sketch(len(known), mean(read or [0]))
+
+
+@lru_cache(maxsize=4)
+def _cumulative(total: int, exponent: float) -> list[float]:
+    return list(accumulate((rank + 1) ** -exponent for rank in range(total)))
 
 
 def _groups(reflections: list[list[int]], p: int | None, rng: random.Random) -> list[list[list[int]]]:
@@ -135,7 +140,7 @@ def _fit_novelty(loss: Loss, lengths: Lengths) -> Novelty:
         novelty = Novelty(round(math.exp(log_lessons)))
         return sketches(loss, novelty, 1, FORMULA["samples"], lengths=lengths).lessons
 
-    found = _bisect(batch_1, math.log(300), math.log(4500), FORMULA["bullets at batch 1"])
+    found = _bisect(batch_1, math.log(300), math.log(MAX_LESSONS), FORMULA["bullets at batch 1"])
     return Novelty(round(math.exp(found), -1))  # type: ignore
 
 

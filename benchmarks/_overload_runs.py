@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import heapq
-import logging
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import get_context
 from statistics import mean
 from typing import Any
@@ -80,7 +78,6 @@ class Outcome:
         bullets: Its bullets; those beyond the distinct lessons are duplicates.
         tokens: Its tokens in a prompt (estimated).
         accuracy: Share of the held-out lines that are right, with the playbook.
-        base: The same without.
         minutes: Simulated wall time.
         reflection_tokens: Tokens of the reflection model, input and output.
         flow: How far the lessons came.
@@ -90,7 +87,6 @@ class Outcome:
     bullets: float
     tokens: float
     accuracy: float
-    base: float
     minutes: float
     reflection_tokens: float
     flow: Flow
@@ -103,7 +99,6 @@ class Outcome:
 
 def run(arm: Arm) -> Outcome:
     """Learn, and judge."""
-    logging.getLogger("dspy_combee").setLevel(logging.ERROR)
     task = overload_task(arm.seed, arm.novelty, arm.num_train, arm.num_test)
     lm = overload_lm(arm.loss, arm.seed, arm.reflection_tokens)
     with dspy.context(lm=lm, disable_history=True):
@@ -118,7 +113,7 @@ def run(arm: Arm) -> Outcome:
             track_stats=True,
         )
         program = optimizer.compile(task.program, task.trainset)
-        accuracy, base = (_accuracy(judged, task) for judged in (program, task.program))
+        accuracy = _accuracy(program, task)
     result = program.detailed_results
     playbook = Playbook.from_program(program)
     used = result.spent.usage_in("reflection")
@@ -127,7 +122,6 @@ def run(arm: Arm) -> Outcome:
         bullets=len(playbook),
         tokens=estimate_tokens(playbook.to_prompt()),
         accuracy=accuracy,
-        base=base,
         minutes=sum(map(simulated_seconds, result.steps)) / 60,
         reflection_tokens=used.input_tokens + used.output_tokens,
         flow=_flow(result.steps, task),
@@ -135,8 +129,6 @@ def run(arm: Arm) -> Outcome:
 
 
 def _accuracy(program: Any, task: Any) -> float:
-    if not task.testset:
-        return float("nan")
     return mean(task.metric(example, program(**example.inputs())).score for example in task.testset)
 
 
@@ -211,7 +203,3 @@ def average(outcomes: Sequence[Outcome]) -> Outcome:
     names = [name for name in Outcome.__dataclass_fields__ if name != "flow"]
     flow = Flow(*(mean(getattr(item.flow, name) for item in outcomes) for name in Flow.__dataclass_fields__))
     return Outcome(flow=flow, **{name: mean(getattr(item, name) for item in outcomes) for name in names})
-
-
-flat = partial(Arm, aggregator="flat", p=1)
-tree = partial(Arm, aggregator="tree")

@@ -22,13 +22,30 @@ from dspy_combee.testing import Loss, SimulatedLM, Student
 LINES = 3
 BASE_ABILITY = 0.5
 NUM_TEST = 100
-REFLECTION_TOKENS = 300
-_MATERIALS = """BRASS STEEL COPPER RUBBER NYLON OAK GLASS CERAMIC LEATHER COTTON ZINC CARBON PAPER CORK FELT WOOL TIN
-RESIN GRANITE LINEN TITANIUM VINYL BAMBOO SILICONE GRAPHITE JUTE LATEX MARBLE CHROME SLATE""".split()
-_PARTS = """FITTINGS VALVES BRACKETS HOSES GASKETS PANELS CRATES ROLLERS STRAPS FILTERS BOLTS HINGES CLAMPS SLEEVES
+REFLECTION_TOKENS = 800
+"""The paper's 100 and 125 reflections fit into 128k tokens with the rest (section 2.2), so one has at most about 1000.
+With much less than 700 model (a) cannot be fitted: 264 bullets in the prompt would weigh as much as dozens of
+reflections, and yet be read at batch 1 with little loss, when dozens of reflections are not."""
+MAX_LESSONS = 10_000
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_MATERIALS = _words("""
+BRASS STEEL COPPER RUBBER NYLON OAK GLASS CERAMIC LEATHER COTTON ZINC CARBON PAPER CORK FELT WOOL TIN
+RESIN GRANITE LINEN TITANIUM VINYL BAMBOO SILICONE GRAPHITE JUTE LATEX MARBLE CHROME SLATE
+""")
+_PARTS = _words("""
+FITTINGS VALVES BRACKETS HOSES GASKETS PANELS CRATES ROLLERS STRAPS FILTERS BOLTS HINGES CLAMPS SLEEVES
 TRAYS PULLEYS SPACERS COVERS NOZZLES HANDLES WEDGES RAILS PLUGS LINERS CABLES GRIDS CHUTES SEALS DRUMS LATCHES
-FLANGES BUSHINGS RIVETS LEVERS COUPLINGS SPRINGS BEARINGS DOWELS""".split()
-_PLACES = ("GRAZ", "LYON", "PORTO", "GDYNIA", "BRISTOL", "AARHUS", "GHENT", "BILBAO")
+FLANGES BUSHINGS RIVETS LEVERS COUPLINGS SPRINGS BEARINGS DOWELS
+""")
+_PLACES = _words("""
+GRAZ LYON PORTO GDYNIA BRISTOL AARHUS GHENT BILBAO MALMO TURKU BASEL TRENTO DELFT KOSICE CORK TARTU
+SPLIT ARAD SEGOVIA LIMERICK
+""")
 _WHY = (
     "with the tax split out",
     "with the cost centre of whoever ordered",
@@ -46,7 +63,7 @@ WORDINGS = (
     "{} The chart of accounts says something else, so go by this.",
     "House rule of the ledger desk, confirmed in an audit: {}",
 )
-"""How curators put a lesson: some pairs are near-duplicates to the deterministic rule, others are for the merge call."""
+"""How curators put a lesson: some pairs are near-duplicates to the rule for these, others are for the merge call."""
 
 _NOTES = """
 The assistant went by the chart default that stands on the invoice itself, which reads as if it were binding, and it had

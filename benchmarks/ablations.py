@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -34,11 +35,12 @@ from typing import Any
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # its price map is not worth a download
 
 import dspy
+from dspy.utils.exceptions import LMError
 
-from benchmarks.cells import Models, Settings, judge, run_program, timed, versions
+from benchmarks._cells import Models, Settings, judge, machine, run_program, timed, versions
 from benchmarks.run import SIMULATED, spread
 from benchmarks.tasks import LOSSES, SIZES, Pace, Task, load_task
-from dspy_combee import CombeeOptimizer, PlaybookOptimizer
+from dspy_combee import CombeeError, CombeeOptimizer, PlaybookOptimizer
 from dspy_combee.demo import _quiet_logs
 from dspy_combee.lengths import estimate_tokens
 from dspy_combee.testing import find_lessons
@@ -47,6 +49,7 @@ FIXED = (5, 10, 20, 40, 80)
 MINIBATCH = 50
 GROUPS = (1, 2, 5, 7, 10, 25, 50)
 FACTORS = (1, 2)
+QUICK_SIZES = (80, 20, 40)
 LOSS_TITLES = {"power": "(a) power law in prompt tokens", "capacity": "(b) a number of lessons per call"}
 
 
@@ -219,7 +222,7 @@ def peak(means: dict[int, float], heading: str, n: int | str) -> str:
     """Where the best k lies, and how the paper's does."""
     highest = max(means.values())
     best = [k for k in means if means[k] == highest]
-    text = f"Most {heading}: {highest:.1f} with k = {', '.join(map(str, best))}."
+    text = f"Highest mean of {heading}: {highest:.1f} with k = {', '.join(map(str, best))}."
     root = math.isqrt(int(n))
     if root not in means:
         return text
@@ -259,8 +262,7 @@ def run(options: argparse.Namespace, loss: str, optimizer: str, workers: Workers
         loss=loss,
     )
     simulated = settings.simulated
-    train, val, test = SIZES[options.task]
-    sizes = (80, 20, 40) if options.quick else (train, val, test)
+    sizes = QUICK_SIZES if options.quick else SIZES[options.task]
     base = Trial(options.task, options.data, sizes, settings, optimizer, "auto", 0)
     title = f"{optimizer}" + (f", simulated model {LOSS_TITLES[loss]}" if simulated else f", {options.model}")
     if options.figure != 7:
@@ -294,9 +296,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Workers(options.workers or (2 if options.model is None else 1)) as workers:
             for optimizer, loss in itertools.product(optimizers, losses):
                 run(options, loss, optimizer, workers)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, CombeeError, LMError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    print(f"\n{datetime.now(timezone.utc):%Y-%m-%d}; {machine()} at the end.")
     return 0
 
 

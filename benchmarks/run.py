@@ -27,7 +27,7 @@ from typing import Any
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # its price map is not worth a download
 
-from benchmarks.cells import (
+from benchmarks._cells import (
     BEFORE,
     OPTIMIZERS,
     Cell,
@@ -36,6 +36,7 @@ from benchmarks.cells import (
     Settings,
     Size,
     Store,
+    machine,
     run_cell,
     versions,
 )
@@ -191,6 +192,8 @@ def plot(table: Table, task: str, path: Path, note: str) -> bool:
             axes.axhline(mean(row.accuracies()), linestyle="--", color="grey", label="before learning")
     axes.set(xlabel="training minutes", ylabel="held-out accuracy in %", title=f"{task}{note}")
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
     axes.legend()
     axes.figure.savefig(path, dpi=120)  # type: ignore[union-attr]
     return True
@@ -244,7 +247,7 @@ def run_grid(cells: Sequence[Cell], tasks: dict[str, Task], settings: Settings, 
 def heading(settings: Settings, tasks: dict[str, Task], seeds: int) -> str:
     """What the figures are of."""
     made = ", ".join(f"{name} {number}" for name, number in versions().items())
-    lines = [f"{datetime.now(timezone.utc):%Y-%m-%d}; {made}."]
+    lines = [f"{datetime.now(timezone.utc):%Y-%m-%d}; {made}; {machine()} at the end."]
     if settings.simulated:
         loss = {"power": "(a) power law in prompt tokens", "capacity": "(b) a number of lessons per call"}
         lines = [SIMULATED, f"What a reflection call keeps: {loss[settings.loss]}. {Pace(settings.factor)}", *lines]

@@ -1,18 +1,32 @@
 """Combee for DSPy: prompt learning from large minibatches without losing lessons."""
 
-from dspy_combee.aggregation import Aggregator, TreeAggregator
-from dspy_combee.batch_size import BatchSizeFit, PowerLawBatchSize
-from dspy_combee.bullets import Bullet
-from dspy_combee.errors import CombeeError, OutOfBudgetError, ProviderError, ReflectionError, UnknownCostError
-from dspy_combee.executors import Executor, ThreadExecutor
-from dspy_combee.optimizer import CombeeOptimizer
-from dspy_combee.playbook import Playbook
-from dspy_combee.playbook_optimizer import PlaybookOptimizer
-from dspy_combee.playbook_result import PlaybookResult
-from dspy_combee.proposer import CombeeProposer
-from dspy_combee.records import ProposalNode, Reduction, Rollout, Spent, StepRecord, Usage
-from dspy_combee.result import CombeeResult
-from dspy_combee.traces import Trace, load_traces, save_traces, traces_from
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dspy_combee.aggregation import Aggregator, TreeAggregator
+    from dspy_combee.batch_size import BatchSizeFit, PowerLawBatchSize
+    from dspy_combee.bullets import Bullet
+    from dspy_combee.errors import (
+        CombeeError,
+        ExecutorError,
+        OutOfBudgetError,
+        ProviderError,
+        ReflectionError,
+        UnknownCostError,
+    )
+    from dspy_combee.executors import Executor, ThreadExecutor
+    from dspy_combee.optimizer import CombeeOptimizer
+    from dspy_combee.playbook import Playbook
+    from dspy_combee.playbook_optimizer import PlaybookOptimizer
+    from dspy_combee.playbook_result import PlaybookResult
+    from dspy_combee.proposer import CombeeProposer
+    from dspy_combee.ray_executor import RayExecutor
+    from dspy_combee.records import ProposalNode, Reduction, Rollout, Spent, StepRecord, Usage
+    from dspy_combee.result import CombeeResult
+    from dspy_combee.traces import Trace, load_traces, save_traces, traces_from
 
 __version__ = "0.1.0"
 
@@ -25,6 +39,7 @@ __all__ = [
     "CombeeProposer",
     "CombeeResult",
     "Executor",
+    "ExecutorError",
     "OutOfBudgetError",
     "Playbook",
     "PlaybookOptimizer",
@@ -32,6 +47,7 @@ __all__ = [
     "PowerLawBatchSize",
     "ProposalNode",
     "ProviderError",
+    "RayExecutor",
     "Reduction",
     "ReflectionError",
     "Rollout",
@@ -46,3 +62,48 @@ __all__ = [
     "save_traces",
     "traces_from",
 ]
+
+# Each name is loaded when it is first used, from its module: nobody waits for what they do not use.
+_HOMES = {
+    "Aggregator": "aggregation",
+    "BatchSizeFit": "batch_size",
+    "Bullet": "bullets",
+    "CombeeError": "errors",
+    "CombeeOptimizer": "optimizer",
+    "CombeeProposer": "proposer",
+    "CombeeResult": "result",
+    "Executor": "executors",
+    "ExecutorError": "errors",
+    "OutOfBudgetError": "errors",
+    "Playbook": "playbook",
+    "PlaybookOptimizer": "playbook_optimizer",
+    "PlaybookResult": "playbook_result",
+    "PowerLawBatchSize": "batch_size",
+    "ProposalNode": "records",
+    "ProviderError": "errors",
+    "RayExecutor": "ray_executor",
+    "Reduction": "records",
+    "ReflectionError": "errors",
+    "Rollout": "records",
+    "Spent": "records",
+    "StepRecord": "records",
+    "ThreadExecutor": "executors",
+    "Trace": "traces",
+    "TreeAggregator": "aggregation",
+    "UnknownCostError": "errors",
+    "Usage": "records",
+    "load_traces": "traces",
+    "save_traces": "traces",
+    "traces_from": "traces",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -138,7 +138,8 @@ class CombeeAdapter(DspyAdapter):
         for name, predictor in program.named_predictors():
             if name in candidate:
                 text = _with_lines(candidate[name], self._tool_lines.get(name, ()))
-                predictor.signature = predictor.signature.with_instructions(text)
+                if text != predictor.signature.instructions:  # A new signature takes a millisecond to make.
+                    predictor.signature = predictor.signature.with_instructions(text)
         return program
 
     # Map -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from dspy_combee.checks import check_int
 from dspy_combee.executors import Executor
 from dspy_combee.lengths import cut_to_fit, estimate_tokens
 from dspy_combee.records import ProposalNode, Reduction
@@ -136,9 +137,9 @@ class TreeAggregator:
     """
 
     def __init__(self, max_fan_in: int = 32, max_context_tokens: int | None = None) -> None:
-        _check_int("max_fan_in", max_fan_in, 2)
+        check_int("max_fan_in", max_fan_in, 2)
         if max_context_tokens is not None:
-            _check_int("max_context_tokens", max_context_tokens, 1)
+            check_int("max_context_tokens", max_context_tokens, 1)
         self.max_fan_in = max_fan_in
         self.max_context_tokens = max_context_tokens
 
@@ -198,10 +199,8 @@ class _Tree:
             cause = failures[-1].error
             self.error = f"{len(failures)} of {len(nodes)} reflection calls of level {self.level} failed; last: {cause}"
             return []
-        proposals = self.waiting
-        for node in nodes:
-            if node.output is not None:
-                _add_proposal(proposals, node)
+        made = [(node.output, [node.id]) for node in nodes if node.output is not None]
+        proposals = _distinct([*self.waiting, *made])
         if len(proposals) == 1:
             self.text = proposals[0][0]
             return []
@@ -250,16 +249,16 @@ class _Tree:
         return merges
 
 
-def _add_proposal(proposals: list[tuple[Any, list[str]]], node: ProposalNode) -> None:
-    for text, ids in proposals:
-        if text == node.output:
-            ids.append(node.id)
-            return
-    proposals.append((node.output, [node.id]))
-
-
-def _check_int(name: str, value: object, smallest: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int of at least {smallest}, got {value!r}.")
-    if value < smallest:
-        raise ValueError(f"{name} must be at least {smallest}, got {value}.")
+def _distinct(proposals: Sequence[tuple[Any, list[str]]]) -> list[tuple[Any, list[str]]]:
+    """The proposals, equal ones as one with the ids of all."""
+    texts: dict[str, list[str]] = {}
+    distinct: list[tuple[Any, list[str]]] = []
+    for proposal, ids in proposals:
+        if isinstance(proposal, str):
+            known = texts.setdefault(proposal, [])
+        else:  # It may have no hash.
+            known = next((own for other, own in distinct if other == proposal), [])
+        if not known:
+            distinct.append((proposal, known))
+        known.extend(ids)
+    return distinct

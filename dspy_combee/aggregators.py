@@ -27,6 +27,6 @@ def resolve_aggregator(aggregator: str | Aggregator) -> Aggregator:
         if aggregator not in AGGREGATORS:
             raise ValueError(f"Unknown aggregator {aggregator!r}; known are {sorted(AGGREGATORS)}.")
         return AGGREGATORS[aggregator]()
-    if not isinstance(aggregator, Aggregator):
-        raise TypeError(f"aggregator must be a name or an Aggregator, got {type(aggregator).__name__}.")
+    if isinstance(aggregator, type) or not isinstance(aggregator, Aggregator):
+        raise TypeError(f"aggregator must be a name or an Aggregator, got {aggregator!r}.")
     return aggregator

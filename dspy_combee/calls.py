@@ -112,7 +112,7 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
         heard: list[Mapping[str, Any]] = []
         attempt_lm = lm if attempt == 0 else lm.copy(cache=False)
         try:
-            with dspy.context(lm=attempt_lm, disable_history=False, max_history_size=1000), hearing(heard):
+            with dspy.context(lm=attempt_lm, **audible()), hearing(heard):
                 text = function()
             _check_replies(heard, json_fields)
             value, error = text if isinstance(json_fields, Mapping) else _check_text(text, json_fields), None
@@ -167,6 +167,12 @@ def _cause(
     except UnusableReplyError as complaint:
         failure = complaint
     return f"{type(failure).__name__}: {shorten(str(failure))}"
+
+
+def audible() -> dict[str, Any]:
+    """Settings under which `hearing` hears the calls of one task, and DSPy keeps hardly more than the user wants."""
+    wanted = 0 if dspy.settings.disable_history else dspy.settings.max_history_size
+    return {"disable_history": False, "max_history_size": max(100, wanted)}
 
 
 @contextmanager
@@ -249,7 +255,7 @@ def _check_replies(history: Sequence[Mapping[str, Any]], json_fields: Sequence[s
             raise UnusableReplyError(f"the reply was cut off (finish reason {sorted(reasons)[0]!r})")
     # Without JSON, DSPy asks again in JSON when it cannot read a reply: only the last one counts then.
     for entry in history if json_fields else history[-1:]:
-        for text in _texts(entry):
+        for text in _texts(entry) or [""]:
             check_reply(text, json_fields)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from dspy_combee.backoff import Backoff, Throttle
+from dspy_combee.checks import check_int
 from dspy_combee.errors import ProviderError
 
 logger = logging.getLogger("dspy_combee")
@@ -86,11 +87,7 @@ class ThreadExecutor:
     """
 
     def __init__(self, width: int, backoff: Backoff | None = None) -> None:
-        if isinstance(width, bool) or not isinstance(width, int):
-            raise TypeError(f"num_threads must be an int of at least 1, got {width!r}.")
-        if width < 1:
-            raise ValueError(f"num_threads must be at least 1, got {width}.")
-        self.width = width
+        self.width = check_int("num_threads", width)
         self.backoff = backoff or Backoff()
         self.slots = Throttle(width, self.backoff)
 

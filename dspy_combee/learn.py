@@ -23,7 +23,7 @@ from dspy_combee.playbook_optimizer import PlaybookOptimizer
 from dspy_combee.playbook_records import PlaybookStep
 from dspy_combee.playbook_simulation import playbook_roles
 from dspy_combee.testing import SimulatedLM
-from dspy_combee.traces import FORMATS, ON_ERROR, Trace, TraceError, load_traces
+from dspy_combee.traces import FORMATS, ON_ERROR, Trace, TraceCollection, TraceError, load_traces
 
 DESCRIPTION = """\
 Grow a playbook from the traces in a file or a folder: short bullets of advice that an assistant can be given. Nothing
@@ -196,14 +196,14 @@ class _Progress:
 class _OfNoProgram(Sequence[Trace]):
     """The first traces of a collection, all of them taken as traces of whole programs."""
 
-    def __init__(self, traces: Any, limit: int | None) -> None:
+    def __init__(self, traces: TraceCollection, limit: int | None) -> None:
         self.traces = traces
         self.limit = limit
 
     @property
     def bad(self) -> int:
         """Bad traces that are left out."""
-        return int(self.traces.counts.bad)
+        return self.traces.counts.bad
 
     def __len__(self) -> int:
         return len(self.traces) if self.limit is None else min(self.limit, len(self.traces))

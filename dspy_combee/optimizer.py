@@ -5,10 +5,10 @@ It wires the parts into `gepa.optimize`; GEPA's engine runs the search.
 
 from __future__ import annotations
 
+import inspect
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import dspy
 from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS
@@ -17,15 +17,26 @@ from dspy_combee.adapter import CombeeAdapter
 from dspy_combee.aggregation import Aggregator
 from dspy_combee.aggregators import resolve_aggregator
 from dspy_combee.batch_size import PowerLawBatchSize
-from dspy_combee.executors import Executor, ThreadExecutor
+from dspy_combee.checks import (
+    check_callbacks,
+    check_examples,
+    check_finite,
+    check_int,
+    check_lm,
+    check_positive,
+    check_priced,
+)
+from dspy_combee.executor_options import check_executor
+from dspy_combee.executors import Executor
 from dspy_combee.proposer import CombeeProposer
 from dspy_combee.records import StepRecord
 from dspy_combee.result import CombeeResult
 from dspy_combee.run import Run
 from dspy_combee.sizes import check_minibatch_size
-from dspy_combee.trace_learning import TraceRun
 from dspy_combee.trace_state import refuse_trace_state
-from dspy_combee.traces import Trace
+
+if TYPE_CHECKING:
+    from dspy_combee.traces import Trace
 
 logger = logging.getLogger("dspy_combee")
 
@@ -84,7 +95,8 @@ class CombeeOptimizer(dspy.GEPA):
         duplication_factor: p, in how many groups each record appears (paper, section 3.2).
         num_groups: k, the groups of level 1. Default: floor(sqrt(n)) (paper, section 3.1).
         aggregator: How records become one proposal: `"tree"` or an `Aggregator`.
-        executor: What runs the rollouts and reflection calls: `"threads"` or an `Executor`.
+        executor: What runs the rollouts and reflection calls: `"threads"`, `"ray"` (rollouts on Ray, see
+            `RayExecutor`; reflection calls on threads here) or an `Executor`.
         num_epochs: Budget in passes over the trainset by minibatches: a fourth way to say it.
         max_reflection_cost: US dollars of reflection-LM spend. Checked before each wave of calls, so a wave that
             has begun is finished. The LM must report what its calls cost.
@@ -143,7 +155,7 @@ class CombeeOptimizer(dspy.GEPA):
         verbose: bool = True,
     ) -> None:
         if num_epochs is not None:
-            _check_positive("num_epochs", num_epochs)
+            check_positive("num_epochs", num_epochs)
         _check_one_budget(max_metric_calls, max_full_evals, auto, num_epochs)
         super().__init__(
             metric,
@@ -176,6 +188,17 @@ class CombeeOptimizer(dspy.GEPA):
             gepa_kwargs=gepa_kwargs,
         )
         check_minibatch_size(reflection_minibatch_size)
+        if reflection_lm is not None:
+            check_lm("reflection_lm", reflection_lm)
+        for name, value in (("max_metric_calls", max_metric_calls), ("max_full_evals", max_full_evals)):
+            if value is not None:
+                check_finite(name, value)
+        check_finite("failure_score", failure_score)
+        check_finite("perfect_score", perfect_score)
+        if not isinstance(self.gepa_kwargs, dict):
+            raise TypeError(f"gepa_kwargs must be a dict, got {type(self.gepa_kwargs).__name__}.")
+        if inspect.iscoroutinefunction(metric):
+            raise TypeError("metric is a coroutine function; give a plain function that returns the score.")
         if "reflection_strategy" in self.gepa_kwargs:
             raise ValueError(
                 "gepa_kwargs['reflection_strategy'] cannot be given: Combee is the reflection strategy. "
@@ -187,30 +210,30 @@ class CombeeOptimizer(dspy.GEPA):
         self.max_reflection_cost = max_reflection_cost
         for name, seconds in (("rollout_timeout", rollout_timeout), ("reflection_timeout", reflection_timeout)):
             if seconds is not None:
-                _check_positive(name, seconds)
-        self.step_callbacks = _check_callbacks(step_callbacks)
+                check_positive(name, seconds)
+        self.step_callbacks = check_callbacks(step_callbacks)
         self.verbose = verbose
         self.rollout_timeout = rollout_timeout
         self.reflection_timeout = reflection_timeout
         self.duplication_factor = duplication_factor
         self.num_groups = num_groups
         self.aggregator = resolve_aggregator(aggregator)
-        self.executor = _check_executor(executor)
+        self.executor = check_executor(executor)
         if num_threads is not None:
-            ThreadExecutor(num_threads)
-        self.proposer = (
-            instruction_proposer
-            if isinstance(instruction_proposer, CombeeProposer)
-            else CombeeProposer(
+            check_int("num_threads", num_threads)
+        if isinstance(instruction_proposer, CombeeProposer):
+            _refuse_double_options(duplication_factor, num_groups, aggregator)
+            self.proposer = instruction_proposer
+        else:
+            self.proposer = CombeeProposer(
                 instruction_proposer,
                 aggregator=self.aggregator,
                 num_groups=num_groups,
                 duplication_factor=duplication_factor,
             )
-        )
         if max_reflection_cost is not None:
-            _check_positive("max_reflection_cost", max_reflection_cost)
-            _check_priced(self.proposer.reflection_lm or reflection_lm)
+            check_positive("max_reflection_cost", max_reflection_cost)
+            check_priced(self.proposer.reflection_lm or reflection_lm)
 
     def compile(  # type: ignore[override]
         self,
@@ -250,6 +273,11 @@ class CombeeOptimizer(dspy.GEPA):
 
             Whatever is raised once the search has begun carries `best_program`.
         """
+        trainset = [] if trainset is None or len(trainset) == 0 else check_examples("trainset", trainset)
+        if valset is not None:
+            valset = [] if len(valset) == 0 else check_examples("valset", valset)
+        if not isinstance(student, dspy.Module):
+            raise TypeError(f"student must be a dspy.Module, got {type(student).__name__}.")
         if not trainset and traces is None:
             raise AssertionError("Trainset must be provided and non-empty")
         if teacher is not None:
@@ -258,6 +286,8 @@ class CombeeOptimizer(dspy.GEPA):
         if traces is None:
             refuse_trace_state(self.log_dir)
         else:
+            from dspy_combee.trace_learning import TraceRun
+
             learned = TraceRun(self, student, traces, trainset or (), valset)
             learned.execute()
         if learned is not None and not trainset:
@@ -287,23 +317,7 @@ class CombeeOptimizer(dspy.GEPA):
             return budget
         if self.max_full_evals is not None:
             return int(self.max_full_evals * (len(trainset) + (len(valset) if valset is not None else 0)))
-        return self.max_metric_calls
-
-
-def _check_executor(executor: str | Executor) -> str | Executor:
-    if isinstance(executor, str):
-        if executor != "threads":
-            raise ValueError(f"Unknown executor {executor!r}; known are ['threads'].")
-    elif not isinstance(executor, Executor):
-        raise TypeError(f"executor must be a name or an Executor, got {type(executor).__name__}.")
-    return executor
-
-
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number above 0, got {value!r}.")
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be above 0 and finite, got {value!r}.")
+        return None if self.max_metric_calls is None else int(self.max_metric_calls)
 
 
 def _check_one_budget(max_metric_calls: Any, max_full_evals: Any, auto: Any, num_epochs: Any) -> None:
@@ -315,20 +329,9 @@ def _check_one_budget(max_metric_calls: Any, max_full_evals: Any, auto: Any, num
         )
 
 
-def _check_priced(reflection_lm: Any) -> None:
-    engine = getattr(reflection_lm, "_engine_spec", "auto")
-    if not isinstance(engine, str):
+def _refuse_double_options(duplication_factor: int, num_groups: int | None, aggregator: Any) -> None:
+    if duplication_factor != 2 or num_groups is not None or aggregator != "tree":
         raise ValueError(
-            f"max_reflection_cost cannot be enforced: the reflection LM runs on a custom engine "
-            f"({type(engine).__name__}), for which DSPy reports no cost. Use a model with a known price, or remove "
-            "max_reflection_cost."
+            "duplication_factor, num_groups and aggregator belong to the CombeeProposer that is given as "
+            "instruction_proposer: set them there."
         )
-
-
-def _check_callbacks(callbacks: Any) -> tuple[Callable[[StepRecord], Any], ...]:
-    if callable(callbacks) or isinstance(callbacks, str):
-        raise TypeError(f"step_callbacks must be a sequence of callables, got {callbacks!r}.")
-    for callback in callbacks:
-        if not callable(callback):
-            raise TypeError(f"step_callbacks must hold callables that take a StepRecord, got {callback!r}.")
-    return tuple(callbacks)

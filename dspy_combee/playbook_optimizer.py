@@ -11,9 +11,10 @@ from dspy.teleprompt.teleprompt import Teleprompter
 
 from dspy_combee.aggregation import Aggregator
 from dspy_combee.batch_size import PowerLawBatchSize
+from dspy_combee.checks import check_examples
 from dspy_combee.executors import Executor
 from dspy_combee.playbook import Playbook
-from dspy_combee.playbook_options import PlaybookOptions, check_examples
+from dspy_combee.playbook_options import PlaybookOptions
 from dspy_combee.playbook_records import PlaybookStep
 from dspy_combee.playbook_run import PlaybookRun
 from dspy_combee.traces import Trace
@@ -63,7 +64,8 @@ class PlaybookOptimizer(Teleprompter):
         duplication_factor: p, in how many groups each reflection appears (paper, section 3.2).
         num_groups: k, the groups of level 1. Default: floor(sqrt(n)) for n reflections (paper, section 3.1).
         aggregator: How reflections become one list of deltas: `"tree"` or an `Aggregator`.
-        executor: What runs the rollouts and reflection calls: `"threads"` or an `Executor`.
+        executor: What runs the rollouts and reflection calls: `"threads"`, `"ray"` (rollouts on Ray, see
+            `RayExecutor`; reflection calls on threads here) or an `Executor`.
         reflect_on: `"all"` rollouts, or only `"failures"`, those that score below `perfect_score`.
         use_ground_truth: Whether reflections see the example's labels.
         shared_playbook: Whether all predictors share one playbook instead of having one each.

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import dspy
-from dspy.clients.base_lm import BaseLM
-
 from dspy_combee.aggregation import Aggregator
 from dspy_combee.aggregators import resolve_aggregator
 from dspy_combee.batch_size import PowerLawBatchSize
+from dspy_combee.checks import check_callbacks, check_finite, check_int, check_lm, check_positive, check_priced
 from dspy_combee.delta_merge import EmbedderOrTokens
-from dspy_combee.executors import Executor, ThreadExecutor
+from dspy_combee.executor_options import check_executor, make_executor
+from dspy_combee.executors import Executor
 from dspy_combee.near_duplicates import NearDuplicates, TokenJaccard
 from dspy_combee.playbook import Playbook
 from dspy_combee.playbook_records import PlaybookStep
@@ -62,11 +60,11 @@ class PlaybookOptions:
 
     def __post_init__(self) -> None:
         _check_metric(self.metric)
-        _check_lm(self.reflection_lm)
+        check_lm("reflection_lm", self.reflection_lm)
         _check_size(self.minibatch_size)
-        _check_executor(self.executor)
+        check_executor(self.executor)
         _check_playbook(self.playbook)
-        _check_callbacks(self.step_callbacks)
+        check_callbacks(self.step_callbacks)
         resolve_aggregator(self.aggregator)
         check_int("seed", self.seed, None)
         for name in ("duplication_factor", "token_budget"):
@@ -82,7 +80,7 @@ class PlaybookOptions:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         for name in ("failure_score", "perfect_score"):
-            _check_finite(name, getattr(self, name))
+            check_finite(name, getattr(self, name))
         if self.reflect_on not in REFLECT_ON:
             raise ValueError(f"Unknown reflect_on {self.reflect_on!r}; known are {list(REFLECT_ON)}.")
         if self.embedder is not None and not callable(self.embedder):
@@ -90,62 +88,15 @@ class PlaybookOptions:
         if self.log_dir is not None and not isinstance(self.log_dir, str | os.PathLike):
             raise TypeError(f"log_dir must be a path, got {self.log_dir!r}.")
         if self.max_reflection_cost is not None:
-            _check_priced(self.reflection_lm)
+            check_priced(self.reflection_lm)
 
     def make_executor(self) -> Executor:
         """What runs the rollouts and the reflection calls of one run."""
-        if isinstance(self.executor, str):
-            return ThreadExecutor(self.num_threads or dspy.settings.num_threads)
-        return self.executor
+        return make_executor(self.executor, self.num_threads)
 
     def make_near_duplicates(self) -> NearDuplicates:
         """What decides which bullets say the same."""
         return TokenJaccard() if self.embedder is None else EmbedderOrTokens(self.embedder)
-
-
-def check_int(name: str, value: object, smallest: int | None) -> None:
-    """Refuse what is no int, or below `smallest`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        expected = "an int" if smallest is None else f"an int of at least {smallest}"
-        raise TypeError(f"{name} must be {expected}, got {value!r}.")
-    if smallest is not None and value < smallest:
-        raise ValueError(f"{name} must be at least {smallest}, got {value}.")
-
-
-def check_positive(name: str, value: object) -> None:
-    """Refuse what is no finite number above 0."""
-    _check_finite(name, value)
-    if not value > 0:  # type: ignore[operator]
-        raise ValueError(f"{name} must be above 0, got {value!r}.")
-
-
-def check_examples(name: str, examples: Any) -> list[Any]:
-    """The examples as a list.
-
-    Raises:
-        TypeError: If they are no sequence, or one is no example.
-        ValueError: If there is none, or one does not say which of its fields are inputs.
-    """
-    if isinstance(examples, str | Mapping | dspy.Example) or not hasattr(examples, "__iter__"):
-        raise TypeError(f"{name} must be a list of dspy.Example, got {type(examples).__name__}.")
-    made = list(examples)
-    if not made:
-        raise ValueError(f"{name} must hold at least one example, got none.")
-    for position, example in enumerate(made):
-        if not hasattr(example, "inputs"):
-            raise TypeError(f"{name}[{position}] must be a dspy.Example, got {type(example).__name__}.")
-        try:
-            example.inputs()
-        except ValueError as error:
-            raise ValueError(f"{name}[{position}] does not say what its inputs are: use with_inputs(...).") from error
-    return made
-
-
-def _check_finite(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r}.")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value!r}.")
 
 
 def _check_metric(metric: Any) -> None:
@@ -162,13 +113,6 @@ def _check_metric(metric: Any) -> None:
         return  # A callable that does not tell its signature.
 
 
-def _check_lm(lm: Any) -> None:
-    if isinstance(lm, str):
-        raise TypeError(f"reflection_lm must be a dspy.LM, got the text {lm!r}: use dspy.LM({lm!r}).")
-    if not isinstance(lm, BaseLM):
-        raise TypeError(f"reflection_lm must be a dspy.LM, got {type(lm).__name__}.")
-
-
 def _check_size(size: Any) -> None:
     try:
         if size is None:
@@ -178,33 +122,8 @@ def _check_size(size: Any) -> None:
         raise type(error)(str(error).replace("reflection_minibatch_size", "minibatch_size")) from error
 
 
-def _check_executor(executor: Any) -> None:
-    if isinstance(executor, str):
-        if executor != "threads":
-            raise ValueError(f"Unknown executor {executor!r}; known are ['threads'].")
-    elif not isinstance(executor, Executor):
-        raise TypeError(f"executor must be a name or an Executor, got {type(executor).__name__}.")
-
-
 def _check_playbook(playbook: Any) -> None:
     playbooks = playbook.values() if isinstance(playbook, Mapping) else [playbook]
     for item in playbooks:
         if item is not None and not isinstance(item, Playbook):
             raise TypeError(f"playbook must be a Playbook, or map predictors' names to them, got {item!r}.")
-
-
-def _check_callbacks(callbacks: Any) -> None:
-    if callable(callbacks) or isinstance(callbacks, str) or not hasattr(callbacks, "__iter__"):
-        raise TypeError(f"step_callbacks must be a sequence of callables, got {callbacks!r}.")
-    for callback in callbacks:
-        if not callable(callback):
-            raise TypeError(f"step_callbacks must hold callables that take a PlaybookStep, got {callback!r}.")
-
-
-def _check_priced(lm: Any) -> None:
-    engine = getattr(lm, "_engine_spec", "auto")
-    if not isinstance(engine, str):
-        raise ValueError(
-            "max_reflection_cost cannot be enforced: the reflection LM runs on a custom engine "
-            f"({type(engine).__name__}), for which DSPy reports no cost."
-        )

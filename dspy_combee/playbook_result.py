@@ -54,10 +54,10 @@ class PlaybookResult:
         steps = [step for step in self.steps if self.best_step is None or step.iteration <= self.best_step]
         components = {change.component for step in self.steps for change in step.changes}
         found: dict[str, str] = {}
-        for name in self.playbooks if predictor is None else [predictor]:
+        for name, playbook in self.playbooks.items():
             component = name if name in components else next(iter(components), name)
-            standing = {bullet.id for bullet in self.playbooks.get(name, ())}
-            if bullet_id in standing | bullet_ids(steps, component):
+            known = {bullet.id for bullet in playbook} | bullet_ids(steps, component)
+            if predictor in (None, name) and bullet_id in known:
                 found.setdefault(component, name)
         if len(found) != 1:
             what = f"several bullets {bullet_id!r}: give the predictor" if found else f"no bullet {bullet_id!r}"

@@ -13,6 +13,7 @@ import dspy
 from dspy_combee.batch_size import PowerLawBatchSize
 from dspy_combee.budget import Budget, Ledger
 from dspy_combee.errors import ReflectionError
+from dspy_combee.executors import in_use
 from dspy_combee.playbook import Playbook
 from dspy_combee.playbook_options import PlaybookOptions
 from dspy_combee.playbook_program import PlaybookProgram, Playbooks
@@ -136,7 +137,8 @@ class PlaybookRun:
         """
         predictors = [predictor for _, predictor in self.program.student.named_predictors()]
         lms = [self.options.reflection_lm, dspy.settings.lm, *(predictor.lm for predictor in predictors)]
-        with keeping_secret(secrets_of(lm for lm in lms if lm is not None)):
+        self.learner.check([*self.trainset, *(self.valset or ())])
+        with keeping_secret(secrets_of(lm for lm in lms if lm is not None)), in_use(self.learner.executor):
             return self._execute()
 
     def _execute(self) -> Any:
@@ -278,7 +280,8 @@ class PlaybookRun:
         batch = source.batches.draw(number)
         step = self._first_step + number
         reflector = source.make_reflector(self.learner.meter)
-        outcome = self.learner.learn_from(before, source.jobs(before, batch, step), step, reflector)
+        with dspy.context(trace=None):  # DSPy's trace would hold the records of many steps.
+            outcome = self.learner.learn_from(before, source.jobs(before, batch, step), step, reflector)
         times = {"reflection": self.clock() - started}
         self.progress.advance(len(batch.ids), self._num_read - len(batch.ids))
         return _Made(source.batches.sampler, batch.ids, outcome, (), outcome.reflection_usage, times, True)

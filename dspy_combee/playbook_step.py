@@ -153,6 +153,10 @@ class PlaybookLearner:
         self.aggregator = resolve_aggregator(options.aggregator)
         self.near_duplicates = options.make_near_duplicates()
 
+    def check(self, examples: Sequence[Any]) -> None:
+        """Find out now whether the rollouts could not go where they run; see `MapStage.check`."""
+        self.stage.check(self.program.student, examples)
+
     def run(self, playbooks: Playbooks, examples: Sequence[Any]) -> list[Rollout]:
         """Map: run the program with these playbooks on the examples."""
         built = self.program.build(playbooks)

@@ -59,7 +59,7 @@ class ProgramCopier:
 
 def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
     """What `copy.deepcopy` gives, in a quarter of the time for modules and what they are mostly made of."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in _UNCHANGING:
         return value
     if id(value) in memo:
@@ -81,7 +81,7 @@ def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
 
 
 @lru_cache
-def _is_plain_module(kind: type[Any]) -> bool:
+def _is_plain_module(kind: Any) -> bool:
     """Whether objects of this class are modules that are copied as DSPy's own are."""
     if not issubclass(kind, dspy.Module):
         return False

@@ -19,6 +19,7 @@ from gepa.proposer.reflective_mutation.reflection_lm import ReflectionProposal
 from dspy_combee.aggregation import Aggregator, ReductionTask
 from dspy_combee.aggregators import resolve_aggregator
 from dspy_combee.calls import UsageMeter
+from dspy_combee.checks import check_int, check_lm
 from dspy_combee.errors import ProviderError, UnknownCostError
 from dspy_combee.executors import Executor, ThreadExecutor
 from dspy_combee.instruction_calls import InstructionCalls
@@ -74,17 +75,15 @@ class CombeeProposer(InstructionProposer):
         seed: int | None = 0,
     ) -> None:
         super().__init__()
-        if base is not None and not callable(base):
-            raise TypeError(f"base must be a proposal function, got {type(base).__name__}.")
+        if base is not None and (isinstance(base, type) or not callable(base)):
+            raise TypeError(f"base must be a proposal function, or a proposer (an object, no class), got {base!r}.")
         if isinstance(base, CombeeProposer):
             raise TypeError("base is a CombeeProposer already; give the proposer that its level-1 calls should use.")
-        if isinstance(reflection_lm, str):
-            raise TypeError(
-                f"reflection_lm must be a dspy.LM, got the text {reflection_lm!r}: use dspy.LM({reflection_lm!r})."
-            )
+        if reflection_lm is not None:
+            check_lm("reflection_lm", reflection_lm)
         if num_groups is not None:
-            _check_count("num_groups", num_groups)
-        _check_count("duplication_factor", duplication_factor)
+            check_int("num_groups", num_groups)
+        check_int("duplication_factor", duplication_factor)
         self.base = InstructionProposer() if base is None else base
         self.reflection_lm = reflection_lm
         self.aggregator = resolve_aggregator(aggregator)
@@ -243,10 +242,3 @@ def _stringified_value(value: Any) -> Any:
     if isinstance(value, History):
         return format_history_for_reflection(value)
     return value if isinstance(value, Type) else str(value)
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int of at least 1, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")

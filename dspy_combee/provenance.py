@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,8 @@ def trace_back(steps: Sequence[StepRecord], candidate: int, component: str) -> l
 
 def _provenance(step: StepRecord, candidate: int, reduction: Reduction) -> Provenance:
     nodes = surviving_nodes(reduction)
-    read = {item for node in reduction.nodes if node.id in nodes for item in node.inputs}
+    survivors = set(nodes)
+    read = {item for node in reduction.nodes if node.id in survivors for item in node.inputs}
     ids = step.minibatch_ids
     sources = reduction.sources
     fed = [ids[source] for position, source in enumerate(sources) if f"r{position}" in read]
@@ -84,11 +86,12 @@ def surviving_nodes(reduction: Reduction) -> tuple[str, ...]:
     by_id = {node.id: node for node in reduction.nodes}
     # Equal proposals are merged without a call: every call that gave the text, and fed no other, is a root.
     fed = {item for node in reduction.nodes for item in node.inputs}
-    queue = [node.id for node in reversed(reduction.nodes) if node.output == reduction.text and node.id not in fed]
+    roots = (node.id for node in reversed(reduction.nodes) if node.output == reduction.text and node.id not in fed)
+    queue = deque(roots)
     found: dict[str, None] = {}
     while queue:
-        identifier = queue.pop(0)
-        if identifier in by_id and identifier not in found:
+        identifier = queue.popleft()
+        if identifier not in found:
             found[identifier] = None
-            queue.extend(by_id[identifier].inputs)
+            queue.extend(item for item in by_id[identifier].inputs if item in by_id)
     return tuple(found)

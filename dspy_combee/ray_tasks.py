@@ -20,7 +20,7 @@ from dspy_combee.travel import Surroundings, Travelling, add_usage, dumps, loads
 
 logger = logging.getLogger("dspy_combee")
 
-_GRACE = 10.0  # Seconds beyond an item's timeout after which a process that runs no Python any more is ended.
+_GRACE = 5.0  # Seconds beyond an item's timeout after which a process that runs no Python any more is ended.
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Cargo:
             TypeError: If that cannot be done; it names what cannot be pickled.
         """
         around = Surroundings.here()
-        return pack((self, around), {**self.function.parts(), **around.parts()})
+        return pack((self, around), lambda: {**self.function.parts(), **around.parts()})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from gepa.proposer.reflective_mutation.reflection_lm import ReflectionProposal
 
 from dspy_combee.adapter import CombeeAdapter
 from dspy_combee.budget import CostGuard
-from dspy_combee.calls import FATAL_ERRORS, hearing, usage_of
+from dspy_combee.calls import FATAL_ERRORS, audible, hearing, usage_of
 from dspy_combee.errors import CombeeError, OutOfBudgetError, ProviderError, ReflectionError
 from dspy_combee.proposer import CombeeProposer, Job, to_proposal
 from dspy_combee.records import Reduction
@@ -119,7 +119,7 @@ class RunReflection:
     def _propose_code(self, job: Job) -> dict[str, str]:
         heard: list[Mapping[str, Any]] = []
         try:
-            with dspy.context(disable_history=False, max_history_size=1000), hearing(heard):
+            with dspy.context(**audible()), hearing(heard):
                 return self.adapter.propose_code(*job)
         finally:
             self.proposer.meter.add(usage_of(heard))

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import dspy
 from dspy.teleprompt.gepa.gepa import DspyGEPAResult
 
-from dspy_combee import plots, report
 from dspy_combee.batch_size import BatchSizeFit
 from dspy_combee.provenance import Provenance, trace_back
 from dspy_combee.records import Spent, StepRecord
 from dspy_combee.steps import REPEATED, StepRecorder
-from dspy_combee.trace_learning import TraceRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from dspy_combee.trace_learning import TraceRun
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,20 @@ class CombeeResult(DspyGEPAResult):
         Args:
             path: The file; one that is there is replaced.
         """
+        from dspy_combee import report
+
         report.save_html(self.steps, path)
 
     def plot_scores(self, ax: Axes | None = None) -> Axes:
         """Plot the best score over metric calls; see `plots.plot_scores`. Needs the extra `report`."""
+        from dspy_combee import plots
+
         return plots.plot_scores(self.steps, ax)
 
     def plot_delay(self, ax: Axes | None = None) -> Axes:
         """Plot the delay curve with its fit and choice; see `plots.plot_delay`. Needs the extra `report`."""
+        from dspy_combee import plots
+
         return plots.plot_delay(self.steps, ax)
 
     def plot_tree(self, iteration: int | None = None, component: str | None = None, ax: Axes | None = None) -> Axes:
@@ -83,6 +89,8 @@ class CombeeResult(DspyGEPAResult):
             component: The component. Default: the step's first.
             ax: Where to draw. Default: a new figure.
         """
+        from dspy_combee import plots
+
         return plots.plot_tree(self.steps, iteration, component, ax)
 
     @property
@@ -101,7 +109,7 @@ class CombeeResult(DspyGEPAResult):
         """The result of a run: gepa's own, the adapter that builds its candidates, and the account of the steps."""
         base = DspyGEPAResult.from_gepa_result(gepa_result, adapter)
         return CombeeResult(
-            **vars(base), steps=tuple(recorder.records), batch_sizes=tuple(recorder.batch_sizes), spent=spent
+            **vars(base), steps=tuple(recorder.steps), batch_sizes=tuple(recorder.batch_sizes), spent=spent
         )
 
     @staticmethod
@@ -120,7 +128,7 @@ class CombeeResult(DspyGEPAResult):
             num_full_val_evals=metric_calls // len(learned.valset) if learned.valset else 0,
             log_dir=learned.optimizer.log_dir,
             seed=learned.optimizer.seed,
-            steps=tuple(learned.recorder.records),
+            steps=tuple(learned.recorder.steps),
             batch_sizes=tuple(learned.recorder.batch_sizes),
             spent=learned.spent,
         )

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -217,21 +218,23 @@ class _RunFunction:
 
     def parts(self) -> dict[str, Any]:
         """See `Travelling.parts`."""
-        programs = {"the program": template for template, _ in self.templates[:1]}
-        return {**programs, "the metric": self.stage.scorer.metric}
+        template, _ = self.templates[0]
+        return {"the program": template, "the metric": self.stage.scorer.metric}
 
     def send(self, items: Sequence[_Run]) -> bytes:
         """See `Travelling.send`: which program, which example."""
         numbers = {id(template): number for number, (template, _) in enumerate(self.templates)}
         jobs = [(numbers[id(run.template)], run.job.example, run.job.index) for run in items]
-        return pack(jobs, {f"example {run.job.index}": run.job.example for run in items})
+        return pack(jobs, partial(_examples_by_name, items))
 
     def receive(self, sent: bytes) -> list[_Run]:
         """See `Travelling.receive`."""
         # A run's secrets do not travel: they are found again, in the language models that did.
         lms = [predictor.lm for _, predictors in self.templates for predictor in predictors.values()]
         self._secrets = secrets_of(lm for lm in [dspy.settings.lm, *lms] if lm is not None)
-        return [_Run(RolloutJob(None, example, index), *self.templates[number]) for number, example, index in loads(sent)]
+        return [
+            _Run(RolloutJob(None, example, index), *self.templates[number]) for number, example, index in loads(sent)
+        ]
 
     def send_back(self, results: Sequence[Rollout]) -> bytes:
         """See `Travelling.send_back`: without what the sender has: examples, and the program's own predictors."""
@@ -256,6 +259,10 @@ class _RunFunction:
         return self.stage.rollout(item, None, reason)
 
 
+def _examples_by_name(runs: Sequence[_Run]) -> dict[str, Any]:
+    return {f"the example {shorten(repr(run.job.example)[:1000], 100)}": run.job.example for run in runs}
+
+
 def _bare(rollout: Rollout, own: Collection[int]) -> Rollout:
     steps = (replace(step, predictor=None) if id(step.predictor) in own else step for step in rollout.trace)
     return replace(rollout, example=None, trace=tuple(steps))
@@ -274,9 +281,7 @@ def _sendable(rollout: Rollout) -> Rollout:
         TraceStep(step.name, sendable(step.predictor), sendable(step.inputs), sendable(step.outputs))
         for step in rollout.trace
     )
-    return replace(
-        rollout, prediction=sendable(rollout.prediction), result=sendable(rollout.result), trace=steps
-    )
+    return replace(rollout, prediction=sendable(rollout.prediction), result=sendable(rollout.result), trace=steps)
 
 
 def _call(program: Any, inputs: dict[str, Any]) -> Any:

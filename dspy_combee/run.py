@@ -7,7 +7,7 @@ import pickle
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import gepa
@@ -20,15 +20,24 @@ from dspy_combee.progress import ProgressLine
 from dspy_combee.records import Rollout, Spent, StepRecord, Usage
 from dspy_combee.reflection import RunReflection
 from dspy_combee.result import CombeeResult
-from dspy_combee.run_parts import has_gepa_state, make_adapter, make_executor, make_reflection, secrets_in_run
+from dspy_combee.run_parts import (
+    has_gepa_state,
+    make_adapter,
+    make_executor,
+    make_reflection,
+    ready_to_run,
+    secrets_in_run,
+)
 from dspy_combee.sampling import BudgetedSampling, EpochSampler, resolve_selector
 from dspy_combee.secrecy import hide_secrets, keeping_secret
 from dspy_combee.shuffle import default_num_groups
 from dspy_combee.sizes import resolve_sizer
 from dspy_combee.step_log import StepLog
 from dspy_combee.steps import StepRecorder
-from dspy_combee.trace_learning import TraceRun
 from dspy_combee.tracking import StepTracking, has_wandb_run
+
+if TYPE_CHECKING:
+    from dspy_combee.trace_learning import TraceRun
 
 logger = logging.getLogger("dspy_combee")
 
@@ -56,6 +65,7 @@ class Run:
         self.trainset = trainset
         self.valset = valset or trainset
         self.extra = dict(optimizer.gepa_kwargs)
+        self.use_merge = optimizer.use_merge
         self.steps_before = 0 if learned is None else learned.state.step
         self.metric_calls_before = 0 if learned is None else learned.recorder.ledger.spent.metric_calls
         max_metric_calls = optimizer.budget_for(student, trainset, valset)
@@ -77,7 +87,7 @@ class Run:
         self.joins_wandb = optimizer.use_wandb and self.extra.get("wandb_attach_existing", has_wandb_run())
         tracking = StepTracking(optimizer.use_mlflow, optimizer.use_wandb, self.joins_wandb, len(trainset))
         listeners = [self._show, tracking, *optimizer.step_callbacks]
-        self.recorder = StepRecorder(self.sampler, clock, listeners, self.step_log)
+        self.recorder = StepRecorder(self.sampler, clock, listeners, self.step_log, kept=optimizer.track_stats)
         self.adapter = make_adapter(optimizer, student, executor, self)
         self.adapter.saved_parts["steps"] = self.recorder
         if self.sampler is not None:
@@ -97,7 +107,8 @@ class Run:
         Returns:
             The program, with `detailed_results` when the optimizer tracks stats.
         """
-        with keeping_secret(secrets_in_run(self.adapter.student, self.reflection.proposer.reflection_lm)):
+        secrets = secrets_in_run(self.adapter.student, self.reflection.proposer.reflection_lm)
+        with keeping_secret(secrets), ready_to_run(self.adapter, self.valset, later=self.trainset):
             return self._execute()
 
     def _execute(self) -> Any:
@@ -166,19 +177,20 @@ class Run:
     def _search(self) -> Any:
         """Run gepa's search; where gepa's merge fails, it goes on without merge from the last saved step."""
         log_dir = self.optimizer.log_dir
-        may_fail = self.optimizer.use_merge and len(self.seed_candidate) > 1
+        may_fail = self.use_merge and len(self.seed_candidate) > 1
         with tempfile.TemporaryDirectory(prefix="dspy_combee_") as own_dir:
             run_dir = log_dir or (own_dir if may_fail else None)
             keeps_outputs = self.optimizer.track_best_outputs or bool(self.extra.get("cache_evaluation"))
             pickler = cloudpickle if self.extra.get("use_cloudpickle", True) else pickle
             self.adapter.dumps = pickler.dumps if run_dir is not None and keeps_outputs else None
             try:
-                result = gepa.optimize(**self._gepa_arguments(run_dir, self.optimizer.use_merge))
+                result = gepa.optimize(**self._gepa_arguments(run_dir))
             except ValueError as error:
                 if not (may_fail and _comes_from_merge(error)):
                     raise
                 logger.warning("GEPA's merge failed (%s). The search goes on without merge.", error)
-                result = gepa.optimize(**self._gepa_arguments(run_dir, use_merge=False))
+                self.use_merge = False
+                result = gepa.optimize(**self._gepa_arguments(run_dir))
         return replace(result, run_dir=log_dir)
 
     @property
@@ -189,7 +201,7 @@ class Run:
     def is_spent(self, state: Any) -> bool:
         """A gepa stop callback: whether no further step fits the budget."""
         drawn = 0 if self.sampler is None else self.sampler.drawn
-        merge = self.optimizer.use_merge and self.recorder.accepted_last
+        merge = self.use_merge and self.recorder.accepted_last
         return self.budget.is_spent(state.total_num_evals, drawn, merge)
 
     def _make_sampler(self) -> EpochSampler | None:
@@ -208,7 +220,7 @@ class Run:
         )
         return EpochSampler(sizer, self.budget, self.optimizer.seed)
 
-    def _gepa_arguments(self, run_dir: str | None, use_merge: bool) -> dict[str, Any]:
+    def _gepa_arguments(self, run_dir: str | None) -> dict[str, Any]:
         optimizer, extra = self.optimizer, dict(self.extra)
         callbacks = [self.recorder, *(extra.pop("callbacks", None) or [])]
         stoppers = extra.pop("stop_callbacks", None) or []
@@ -223,7 +235,7 @@ class Run:
             "skip_perfect_score": optimizer.skip_perfect_score,
             "module_selector": optimizer.component_selector,
             "perfect_score": optimizer.perfect_score,
-            "use_merge": use_merge,
+            "use_merge": self.use_merge,
             "max_merge_invocations": optimizer.max_merge_invocations,
             "max_metric_calls": self.budget.max_metric_calls,
             "stop_callbacks": [self.reflection.check, self.is_spent, *stoppers],

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import dspy
 
+from dspy_combee import executor_options
 from dspy_combee.adapter import CombeeAdapter, RolloutObserver
 from dspy_combee.aggregation import TimeLimited
 from dspy_combee.budget import CostGuard
 from dspy_combee.calls import UsageMeter
-from dspy_combee.executors import Executor, ThreadExecutor
+from dspy_combee.executors import Executor, in_use
 from dspy_combee.program_copies import lms_in
 from dspy_combee.proposer import CombeeProposer
 from dspy_combee.scoring import Scorer
@@ -32,10 +35,25 @@ class ReflectionParts:
 
 def make_executor(optimizer: Any) -> Executor:
     """What runs the rollouts and reflection calls of a run."""
-    executor: Executor | str = optimizer.executor
-    if isinstance(executor, str):
-        return ThreadExecutor(optimizer.num_threads or dspy.settings.num_threads)
-    return executor
+    return executor_options.make_executor(optimizer.executor, optimizer.num_threads)
+
+
+@contextmanager
+def ready_to_run(adapter: CombeeAdapter, examples: Sequence[Any], later: Sequence[Any] = ()) -> Iterator[None]:
+    """The length of a run.
+
+    Args:
+        adapter: Runs the rollouts.
+        examples: What they are made on.
+        later: What the rollouts of a run that follows are made on.
+
+    Raises:
+        TypeError: If the executor cannot take the program, the metric or an example where it runs them.
+        ExecutorError: If it cannot be reached.
+    """
+    adapter.map_stage.check(adapter.student, [*examples, *later])
+    with in_use(adapter.executor) if examples else nullcontext():
+        yield
 
 
 def make_adapter(optimizer: Any, student: Any, executor: Executor, observer: RolloutObserver) -> CombeeAdapter:

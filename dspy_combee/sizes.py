@@ -243,7 +243,7 @@ def _affordable(todo: list[int], smallest: int, examples: int, limit: int) -> li
     """The sizes to come that `examples` pay for: the smallest and the largest such stay, the middle goes first."""
     first = [n for n in todo if n == smallest]
     others = [n for n in todo if n > smallest and n <= limit and sum(first) + n <= examples]
-    while sum(first) + sum(others) > examples:
+    while others and sum(first) + sum(others) > examples:
         del others[(len(others) - 1) // 2]
     return first + others if others and smallest <= limit else []
 

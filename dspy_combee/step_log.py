@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dspy_combee.records import StepRecord
-from dspy_combee.step_reading import step_from_dict
 
 logger = logging.getLogger("dspy_combee")
 
@@ -69,6 +68,8 @@ def _lines(file: Path) -> Iterator[tuple[bytes, StepRecord]]:
     """Each line that holds a step, and the step."""
     if not file.exists():
         return
+    from dspy_combee.step_reading import step_from_dict  # It knows the steps of both optimizers.
+
     lines = file.read_bytes().split(b"\n")  # Bytes: a kill may cut a character in two.
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -84,7 +84,7 @@ def _curator_node(plain: Mapping[str, Any]) -> ProposalNode:
     values = _node_values(CuratorNode, plain)
     if isinstance(values.get("output"), list):  # Of an aggregator that summarizes it may be a summary.
         values["output"] = _deltas(values["output"])
-    return CuratorNode(**{**values, "refused": tuple(_refused(item) for item in values["refused"])})
+    return CuratorNode(**{**values, "refused": tuple(_refused(item, _frozen) for item in values["refused"])})
 
 
 def _with_deltas(reduction: Reduction) -> Reduction:
@@ -99,8 +99,8 @@ def _change(plain: Mapping[str, Any]) -> PlaybookChange:
     values["applied"] = tuple(
         Applied(**{**_known(Applied, item), "delta": delta_from(item["delta"])}) for item in values["applied"]
     )
-    values["tags_refused"] = tuple(_refused(item) for item in values["tags_refused"])
-    values["refused"] = tuple(_refused(item) for item in values["refused"])
+    values["tags_refused"] = tuple(_refused(item, _frozen) for item in values["tags_refused"])
+    values["refused"] = tuple(_refused(item, _delta_or_plain) for item in values["refused"])
     values["conflicts"] = tuple(
         Conflict(**{**_known(Conflict, item), "kept": tuple(item["kept"]), "dropped": tuple(item["dropped"])})
         for item in values["conflicts"]
@@ -117,12 +117,12 @@ def _reflection(plain: Mapping[str, Any]) -> Reflection:
     return Reflection(**{**values, "tags": _frozen(values["tags"]), "usage": _usage(values)})
 
 
-def _refused(plain: Mapping[str, Any]) -> Refused:
-    return Refused(plain["index"], _given(plain["given"]), plain["reason"])
+def _refused(plain: Mapping[str, Any], read: Callable[[Any], Any]) -> Refused:
+    return Refused(plain["index"], read(plain["given"]), plain["reason"])
 
 
-def _given(value: Any) -> Any:
-    """What was refused: a delta where the values are all that one is written as, else as plain as they are."""
+def _delta_or_plain(value: Any) -> Any:
+    """A delta of a batch where the values are all that one is written as, else as plain as they are."""
     try:
         delta = delta_from(value)
     except (AttributeError, TypeError, ValueError):

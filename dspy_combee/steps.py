@@ -6,6 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dspy_combee.budget import Ledger
@@ -13,7 +14,7 @@ from dspy_combee.records import Reduction, Rollout, StepRecord, Usage
 from dspy_combee.sampling import EpochSampler
 from dspy_combee.secrecy import shorten
 from dspy_combee.sizes import StepTiming
-from dspy_combee.step_log import StepLog
+from dspy_combee.step_log import StepLog, read_steps
 
 logger = logging.getLogger("dspy_combee")
 
@@ -40,7 +41,7 @@ class StepRecorder:
     """A GEPA callback that keeps the account of the run.
 
     Attributes:
-        records: The steps so far.
+        records: The steps so far; without their trees where these are on disk or not `kept`.
         state: GEPA's state, from the first step on.
         iteration: GEPA's iteration, from 1; 0 before the first.
         ledger: What was spent, by phase.
@@ -51,6 +52,7 @@ class StepRecorder:
         clock: Gives the seconds by which the controller goes.
         listeners: Called with each step when it has ended.
         log: Holds the steps on disk, for a resumed run.
+        kept: Whether the trees of the steps (prompts, replies) are wanted after the run.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class StepRecorder:
         clock: Callable[[], float] = time.monotonic,
         listeners: Sequence[Callable[[StepRecord], Any]] = (),
         log: StepLog | None = None,
+        kept: bool = True,
     ) -> None:
         self.log = log
+        self.kept = kept
         self.sampler = sampler
         self.clock = clock
         self.listeners = listeners
@@ -86,16 +90,30 @@ class StepRecorder:
 
     def add(self, record: StepRecord) -> None:
         """Take in a step that was made without GEPA."""
-        self.records.append(record)
+        self._keep([record])
         self.batch_sizes.append(record.n)
         self._tell(record)
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """The steps so far, whole where they are kept or on disk."""
+        if self.log is not None and self.kept:
+            try:
+                return read_steps(self.log.path)
+            except (OSError, ValueError) as error:
+                logger.warning("The trees of the steps cannot be read from disk: %s", error)
+        return list(self.records)
+
+    def _keep(self, records: Sequence[StepRecord]) -> None:
+        whole = self.kept and self.log is None
+        self.records.extend(record if whole else replace(record, reductions=()) for record in records)
 
     def follow(self, before: StepRecorder) -> None:
         """Go on counting where another recorder ended, whose steps come before those of this one."""
         self.records = list(before.records)
         self.batch_sizes = list(before.batch_sizes)
         self.ledger.set_state(before.ledger.get_state())
-        self._steps_before = len(before.batch_sizes)
+        self._steps_before = self.iteration = len(before.batch_sizes)
         self._metric_calls_before = before.ledger.spent.metric_calls
 
     def on_iteration_start(self, event: Any) -> None:
@@ -208,7 +226,7 @@ class StepRecorder:
         ended = self.clock()
         evaluated = ended if self._evaluated is None else self._evaluated
         self._mark("validation" if self._entered else "reflection")
-        made = len(self.records)
+        records: list[StepRecord] = []
         rejections = iter([reason for _, _, reason in self._rejections])
         for task in self._tasks:
             if task.scores_before is None:
@@ -219,8 +237,9 @@ class StepRecorder:
                 task.reason = next(rejections, "") or self._error
             elif task.candidate is None and not task.reason:
                 task.reason = self._error or ("" if task.reflected else "no reflection records")
-            self.records.append(self._record(task, evaluated - self._started, ended - evaluated))
-        self._close(self.records[made:], event["proposal_accepted"])
+            records.append(self._record(task, evaluated - self._started, ended - evaluated))
+        self._keep(records)
+        self._close(records, event["proposal_accepted"])
 
     def _close(self, records: Sequence[StepRecord], accepted: bool) -> None:
         self.accepted_last = accepted
@@ -277,8 +296,10 @@ class StepRecorder:
         self.batch_sizes = list(state["batch_sizes"])
         self.ledger.set_state(state["spent"])
         self._evaluations = set(state["evaluations"])
+        self.iteration = state["iteration"]
         if self.log is not None:
-            self.records = self.log.resume(state["iteration"] + 1)
+            self.records = []
+            self._keep(self.log.resume(state["iteration"] + 1))
 
     def repeat_of(self, scores: Any, child: dict[str, str]) -> str | None:
         """Why a child need not be evaluated: it is a candidate already, or was evaluated on the same examples.

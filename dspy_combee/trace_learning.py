@@ -22,26 +22,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import dspy
+
 from dspy_combee.batch_size import PowerLawBatchSize
 from dspy_combee.errors import OutOfBudgetError, ReflectionError
+from dspy_combee.executor_options import make_executor
 from dspy_combee.lengths import estimate_tokens
 from dspy_combee.progress import ProgressLine
 from dspy_combee.records import Reduction, ReflectionRecord, Rollout, Spent, StepRecord, Usage
-from dspy_combee.run_parts import has_gepa_state, make_adapter, make_executor, make_reflection, secrets_in_run
+from dspy_combee.run_parts import has_gepa_state, make_adapter, make_reflection, ready_to_run, secrets_in_run
 from dspy_combee.secrecy import keeping_secret
-from dspy_combee.sizes import SizeDecision, StepTiming
+from dspy_combee.sizes import StepTiming
 from dspy_combee.step_log import StepLog
 from dspy_combee.steps import StepRecorder
 from dspy_combee.trace_batches import TraceBatch, TraceBatches, check_traces, concerns, group_tokens, trace_record
 from dspy_combee.trace_state import TraceState, TraceStateFile
+from dspy_combee.trace_steps import failure_of, flaw_of, step_record, without_long_prompt
 
 logger = logging.getLogger("dspy_combee")
 
 FAILED_STEPS = 3
 """A run ends when this many steps in a row propose nothing because reflection failed."""
-
-PROMPT_CHARACTERS = 8_000
-"""What a step record keeps of a prompt: its beginning and its end."""
 
 UNCHECKED = "No valset: what the traces teach is taken as it comes, step by step, and nothing checks it."
 
@@ -85,9 +86,10 @@ class TraceRun:
     ) -> None:
         self.optimizer = optimizer
         self.valset = list(valset or ())
+        self.trainset = trainset
         self.search_follows = bool(trainset)
         self.names = [name for name, _ in student.named_predictors()]
-        executor = make_executor(optimizer)
+        executor = make_executor(optimizer.executor, optimizer.num_threads)
         self.adapter = make_adapter(optimizer, student, executor, self)
         self.reflection = make_reflection(optimizer, executor)
         self.meter = self.reflection.meter
@@ -125,17 +127,21 @@ class TraceRun:
 
             Whatever is raised carries `best_program`.
         """
-        with keeping_secret(secrets_in_run(self.adapter.student, self.reflection.proposer.reflection_lm)):
-            try:
-                self._resume()
-                self._learn()
-            except BaseException as error:
-                self.progress.close(finished=False)
-                error.best_program = self.build_program()  # type: ignore[attr-defined]
-                if isinstance(error, KeyboardInterrupt):
-                    where = self.optimizer.log_dir
-                    logger.warning("Interrupted; %s.", f"state saved in {where}" if where else "no state is saved")
-                raise
+        secrets = secrets_in_run(self.adapter.student, self.reflection.proposer.reflection_lm)
+        with keeping_secret(secrets), ready_to_run(self.adapter, self.valset, later=self.trainset):
+            self._execute()
+
+    def _execute(self) -> None:
+        try:
+            self._resume()
+            self._learn()
+        except BaseException as error:
+            self.progress.close(finished=False)
+            error.best_program = self.build_program()  # type: ignore[attr-defined]
+            if isinstance(error, KeyboardInterrupt):
+                where = self.optimizer.log_dir
+                logger.warning("Interrupted; %s.", f"state saved in {where}" if where else "no state is saved")
+            raise
         self.progress.close(finished=True)
 
     def build_program(self) -> Any:
@@ -219,13 +225,13 @@ class TraceRun:
         ended = self.clock()
         texts = {made.component: made.text for made in reductions if made.text is not None}
         child = {**candidate, **texts}
-        verdict = self._judge(candidate, child, failure or _failure(reductions))
+        verdict = self._judge(candidate, child, failure or failure_of(reductions))
         usage = sum((node.usage for made in reductions for node in made.nodes), Usage())
-        self.batches.sampler.observe(StepTiming(len(batch.ids), 1, ended - started, _flaw(reductions, batch, usage)))
-        self._failed_steps = 0 if texts or failure else self._failed_steps + bool(_failure(reductions))
+        self.batches.sampler.observe(StepTiming(len(batch.ids), 1, ended - started, flaw_of(reductions, batch, usage)))
+        self._failed_steps = 0 if texts or failure else self._failed_steps + bool(failure_of(reductions))
         kept = self.state.kept + verdict.accepted
         scores = verdict.scores if verdict.accepted and verdict.scores else self.state.scores
-        record = _record(number, self.state.kept, batch, reductions, usage)
+        record = step_record(number, self.state.kept, batch, reductions, usage)
         record = replace(
             record,
             accepted=verdict.accepted,
@@ -258,10 +264,11 @@ class TraceRun:
         dataset = self._records(candidate, batch)
         try:
             job = (candidate, dataset, list(dataset))
-            made = self.reflection.proposer.reduce([job], [f"traces/{number}"])[0]
+            with dspy.context(trace=None):  # DSPy's trace would hold the records of many steps.
+                made = self.reflection.proposer.reduce([job], [f"traces/{number}"])[0]
         except OutOfBudgetError as error:
             return [], str(error)
-        return [replace(item, nodes=tuple(_without_long_prompt(node) for node in item.nodes)) for item in made], ""
+        return [replace(item, nodes=tuple(without_long_prompt(node) for node in item.nodes)) for item in made], ""
 
     def _records(self, candidate: Mapping[str, str], batch: TraceBatch) -> dict[str, list[ReflectionRecord]]:
         proposer = self.reflection.proposer
@@ -348,53 +355,3 @@ class TraceRun:
         self.meter.set_state(saved.reflection)
         if saved.sampler is not None:
             self.batches.sampler.set_state(dict(saved.sampler))
-
-
-def _record(number: int, parent: int, batch: TraceBatch, reductions: Sequence[Reduction], usage: Usage) -> StepRecord:
-    """The account of a step, as far as it does not depend on the verdict."""
-    decision: SizeDecision = batch.decision
-    return StepRecord(
-        iteration=number,
-        parent=parent,
-        minibatch_ids=batch.ids,
-        n=len(batch.ids),
-        k=max((made.num_groups for made in reductions), default=0),
-        duplication_factor=min((made.duplication_factor for made in reductions), default=0),
-        scores_before=(),
-        scores_after=(),
-        accepted=False,
-        candidate=None,
-        reason="",
-        reductions=tuple(reductions),
-        seconds=0.0,
-        validation_seconds=0.0,
-        profiling=decision.profiling,
-        size_reason=decision.reason,
-        fit=decision.fit,
-        usage=usage,
-        from_traces=True,
-    )
-
-
-def _failure(reductions: Sequence[Reduction]) -> str:
-    """Which components have no proposal, and why."""
-    return "; ".join(f"{made.component}: {made.error}" for made in reductions if made.error is not None)
-
-
-def _flaw(reductions: Sequence[Reduction], batch: TraceBatch, usage: Usage) -> str:
-    """Why a step's time is no measurement of its size; empty when it is one."""
-    if not any(made.text is not None for made in reductions):
-        return _failure(reductions) or "it made no proposal"
-    if batch.decision.clamped:
-        return "the traces left are fewer"
-    if 2 * usage.cache_hits > usage.calls:
-        return f"the cache answered {usage.cache_hits} of its {usage.calls} LM calls"
-    return ""
-
-
-def _without_long_prompt(node: Any) -> Any:
-    half = PROMPT_CHARACTERS // 2
-    over = len(node.prompt) - PROMPT_CHARACTERS
-    if over <= 0:
-        return node
-    return replace(node, prompt=f"{node.prompt[:half]}\n[... {over:,} characters cut ...]\n{node.prompt[-half:]}")

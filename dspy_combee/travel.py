@@ -11,9 +11,10 @@ import io
 import logging
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import cloudpickle
@@ -66,19 +67,20 @@ class Travelling(Protocol):
         ...
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, BaseLM) and getattr(value, "history", None):
             reduced = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
             if len(reduced) > 2 and isinstance(reduced[2], dict):
                 return (*reduced[:2], {**reduced[2], "history": []}, *reduced[3:])
-        return super().reducer_override(value)
+        return super().reducer_override(value)  # type: ignore[no-untyped-call]
 
 
 def dumps(value: Any) -> bytes:
     """Pickle `value`."""
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
+    pickler: Any = _Pickler(buffer)  # type: ignore[no-untyped-call]
+    pickler.dump(value)
     return buffer.getvalue()
 
 
@@ -87,12 +89,12 @@ def loads(data: bytes) -> Any:
     return pickle.loads(data)
 
 
-def pack(value: Any, parts: Mapping[str, Any]) -> bytes:
+def pack(value: Any, parts: Callable[[], Mapping[str, Any]]) -> bytes:
     """Pickle `value`.
 
     Args:
         value: What travels.
-        parts: What it is made of, by the names that an error should use.
+        parts: Gives what it is made of, by the names that an error should use.
 
     Raises:
         TypeError: If it cannot be pickled; it names the smallest thing in the parts that cannot.
@@ -101,7 +103,7 @@ def pack(value: Any, parts: Mapping[str, Any]) -> bytes:
         return dumps(value)
     except Exception as error:
         name, culprit, cause = next(
-            (_culprit(part, name, {}) for name, part in parts.items() if _failure(part) is not None),
+            (_culprit(part, name, {}) for name, part in parts().items() if _failure(part) is not None),
             ("what is sent", value, error),
         )
         raise TypeError(
@@ -129,7 +131,9 @@ def _culprit(value: Any, name: str, seen: dict[int, Any]) -> tuple[str, Any, Bas
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
+    if isinstance(value, dspy.Example):
+        yield from ((f".{name}", item) for name, item in value.items())
+    elif isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"[{position}]", item) for position, item in enumerate(value))
@@ -169,7 +173,7 @@ class Surroundings:
     Attributes:
         settings: DSPy's settings in force.
         tracks_usage: Whether a usage tracker is in force.
-        cache: Whether DSPy's disk cache and memory cache are on, and the disk cache's folder where it is not DSPy's own.
+        cache: Whether DSPy's disk cache and memory cache are on, the disk cache's folder if it is not DSPy's own.
     """
 
     settings: Mapping[str, Any]
@@ -223,4 +227,4 @@ def shards(items: Sequence[Any], size: int) -> list[list[Any]]:
     """The items in as few runs of at most `size` as there can be, whose sizes differ by at most one."""
     number = -(-len(items) // size)
     bounds = [len(items) * position // number for position in range(number + 1)] if number else [0]
-    return [list(items[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [list(items[start:end]) for start, end in pairwise(bounds)]

@@ -2,6 +2,7 @@
 
 import contextvars
 import copy
+import importlib.util
 import pickle
 import signal
 import subprocess
@@ -12,16 +13,26 @@ import time
 import dspy
 import pytest
 
-from dspy_combee import Executor, ProviderError, ThreadExecutor
+from dspy_combee import Executor, ProviderError, RayExecutor, ThreadExecutor
 from dspy_combee.backoff import Backoff
 
-EXECUTORS = {"threads": ThreadExecutor}
+WITHOUT_RAY = importlib.util.find_spec("ray") is None
+
+
+def ray_executor(width):
+    """Functions that do not travel, as all of this file, run on its threads; `test_ray.py` has those that do."""
+    return RayExecutor().with_width(width)
+
+
+EXECUTORS = {"ray": ray_executor, "threads": ThreadExecutor}
 WAIT = 30  # Seconds after which a test that hangs fails.
 
 variable = contextvars.ContextVar("variable", default="unset")
 
 
-@pytest.fixture(params=sorted(EXECUTORS))
+@pytest.fixture(
+    params=["threads", pytest.param("ray", marks=pytest.mark.skipif(WITHOUT_RAY, reason="ray is not installed"))]
+)
 def make_executor(request):
     return EXECUTORS[request.param]
 
@@ -210,7 +221,7 @@ def test_a_stalled_item_gives_its_place_to_another_and_its_late_result_is_droppe
         return meeting(item)
 
     meeting = Meeting(2)  # Both places must be taken again, or this never opens.
-    results = make_executor(2).map(work, range(6), timeout=0.3, on_timeout=lambda item: "timed out")
+    results = make_executor(2).map(work, range(6), timeout=2.0, on_timeout=lambda item: "timed out")
     assert results == ["timed out", "timed out", 2, 3, 4, 5]
     release.set()
     assert late.wait(WAIT)

@@ -198,6 +198,14 @@ ECHOES = {
 }
 
 
+def outcome(function):
+    """What a function returns, or what it raises."""
+    try:
+        return function(), None
+    except Exception as failure:
+        return None, failure
+
+
 def texts_of(folder):
     return b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
 
@@ -227,18 +235,15 @@ def test_secrets_are_in_no_log_record_report_or_file(status, when, error, engine
             "executor": ThreadExecutor(4, Backoff(incidents=2, first_delay=0.01)),
             "max_metric_calls": 60,
         }
-        with caplog.at_level(logging.DEBUG, "dspy_combee"):
-            try:
-                with dspy.context(adapter=dspy.JSONAdapter()):
-                    program = learn(lm, **options)
-            except Exception as failure:
-                assert type(failure) is error
-                told += ["".join(traceback.format_exception(failure)), repr(failure)]
-            else:
-                assert error is None
-                results = program.detailed_results
-                told += [json.dumps(results.to_dict()), repr(results)]
-                results.save_html(tmp_path / "report.html")
+        with caplog.at_level(logging.DEBUG, "dspy_combee"), dspy.context(adapter=dspy.JSONAdapter()):
+            program, failure = outcome(lambda: learn(lm, **options))
+    assert type(failure) is (error or type(None))
+    if failure is None:
+        results = program.detailed_results
+        told += [json.dumps(results.to_dict()), repr(results)]
+        results.save_html(tmp_path / "report.html")
+    else:
+        told += ["".join(traceback.format_exception(failure)), repr(failure)]
     told += [caplog.text, *(repr(record.__dict__) for record in caplog.records), repr(steps)]
     everything = "\n".join(told) + texts_of(tmp_path).decode("utf-8", "replace")
     assert "refused" in everything or "[redacted]" in everything

@@ -19,7 +19,7 @@ from dspy import lm15
 from dspy.teleprompt.gepa import InstructionProposer
 from dspy.utils.exceptions import LMRateLimitError, LMTimeoutError, LMTransportError, LMUnexpectedError
 
-from dspy_combee.proposer import MergeInstructions
+from dspy_combee.instruction_calls import MergeInstructions
 from dspy_combee.testing import (
     AnswerKey,
     CapacityLoss,

@@ -263,6 +263,15 @@ def versions() -> dict[str, str]:
     return found
 
 
+def machine() -> str:
+    """How many processors there are and how busy, which is what measured minutes depend on."""
+    text = f"{os.cpu_count()} CPUs"
+    try:
+        return f"{text}, load average {os.getloadavg()[0]:.1f}"
+    except (AttributeError, OSError):  # Windows knows none.
+        return text
+
+
 class Store:
     """Finished cells in a folder, one JSON file each, written whole or not at all.
 
