@@ -10,14 +10,16 @@ PYTEST = $(IN_VENV) -m pytest
 # LiteLLM would otherwise try to fetch its price map at import.
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
-.PHONY: help demo test lint types check format ray full clean FORCE
+.PHONY: help demo test lint types check format ray extras notebooks full clean FORCE
 
 help:
 	@echo "make demo    the optimizer at work on a simulated LM: no key, no network"
 	@echo "make test    the tests, slow ones left out (ARGS='-k shuffle' goes to pytest)"
 	@echo "make check   format, lint, types and tests"
 	@echo "make ray     the tests of rollouts on Ray, which it installs"
+	@echo "make extras  the tests of MLflow and W&B, both local, and of the notebooks, which it runs"
 	@echo "make full    everything slow: all tests and the benchmarks"
+	@echo "make notebooks  run the notebooks and keep their outputs (ARGS=04_playbook: that one)"
 	@echo "make format  put the code into the format that 'make check' wants"
 	@echo "make clean   remove environments, caches and build products"
 
@@ -26,6 +28,12 @@ demo: $(VENV)/core
 
 test: $(VENV)/dev
 	@$(PYTEST) -m "not slow" $(ARGS)
+
+extras: $(VENV)/extras
+	@REQUIRE_EXTRAS=1 $(PYTEST) tests/test_tracking.py tests/test_notebooks.py $(ARGS)
+
+notebooks: $(VENV)/extras
+	@$(IN_VENV) notebooks/run.py $(ARGS)
 
 lint: $(VENV)/dev
 	@$(IN_VENV) -m ruff format --check .
@@ -43,8 +51,12 @@ format: $(VENV)/dev
 ray: $(VENV)/ray
 	@$(PYTEST) tests/test_ray.py tests/test_executors.py -k ray $(ARGS)
 
-full: lint types $(VENV)/ray
-	@$(PYTEST) $(ARGS)
+# Where there is a Chromium the tests of the report's page may not be skipped; elsewhere they are.
+has_chromium = for name in chromium chromium-browser google-chrome chrome; do \
+	command -v $$name > /dev/null && { echo 1; break; }; done
+
+full: lint types $(VENV)/ray $(VENV)/extras
+	@REQUIRE_EXTRAS=1 REQUIRE_BROWSER=$$($(has_chromium)) $(PYTEST) $(ARGS)
 	@for script in benchmarks/*.py; do \
 		[ -e "$$script" ] || continue; \
 		echo "== $$script"; $(IN_VENV) "$$script" || exit 1; \
@@ -86,4 +98,9 @@ $(VENV)/dev: $(VENV)/core
 $(VENV)/ray: $(VENV)/dev
 	@echo "Adding Ray to $(VENV) ..."
 	@$(PIP_INSTALL) --editable '.[dev,ray]'
+	@touch "$@"
+
+$(VENV)/extras: $(VENV)/dev
+	@echo "Adding MLflow, W&B and Jupyter to $(VENV) ..."
+	@$(PIP_INSTALL) --editable '.[mlflow,notebooks,wandb]'
 	@touch "$@"

@@ -122,7 +122,7 @@ def rollout_cost(program: Any, num_examples: int, rounds: int, num_threads: int 
 
 
 def import_seconds(statement: str, repeats: int) -> tuple[float, float]:
-    """Medians of processor and wall seconds of a statement after `import dspy`, each time in a new process."""
+    """The least processor and wall seconds of a statement after `import dspy`, each time in a new process."""
     code = (
         f"import time, dspy\nc, w = time.process_time(), time.perf_counter()\n{statement}\n"
         "print(time.process_time() - c, time.perf_counter() - w)"
@@ -133,7 +133,7 @@ def import_seconds(statement: str, repeats: int) -> tuple[float, float]:
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
         taken.append([float(number) for number in run.stdout.split()])
     # The first one may have had to compile the files.
-    return statistics.median(cpu for cpu, _ in taken[1:]), statistics.median(wall for _, wall in taken[1:])
+    return min(cpu for cpu, _ in taken[1:]), min(wall for _, wall in taken[1:])
 
 
 # A large reduce tree ----------------------------------------------------------------------------------------

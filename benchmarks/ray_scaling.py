@@ -3,14 +3,14 @@
     python -m benchmarks.ray_scaling            # two to four minutes; needs the extra `ray`
     python -m benchmarks.ray_scaling --quick    # a coarse look
 
-Both tables run the real Map stage, on threads and on a Ray that is started here, in turns, `ROUNDS` times; a figure
-is the median. The language model answers by itself, in the second table after a wait.
+Both tables run the real Map stage, on threads and on a Ray that is started here, in turns, `ROUNDS` times. The
+language model answers by itself, in the second table after a wait.
 
 1. CPU: a rollout computes in Python for a fixed amount of work beside its LM call, which holds the interpreter, so
    threads of one process take turns. Ray's workers are processes. The gain over threads is at most the number of
-   workers, and of free cores.
+   workers, and of free cores; the figures are those of the fastest round, and the load is printed beside them.
 2. Overhead: a rollout waits for its LM call (I/O) and does nothing else, 32 examples per task. What Ray takes longer
-   than threads of the same width, divided by the number of rollouts. The target is under 2 ms.
+   than threads of the same width, divided by the number of rollouts; medians. The target is under 2 ms.
 
 Ray's start, its workers' first import of the program's libraries and each program's first journey are not in the
 figures; the start is printed.
@@ -88,10 +88,10 @@ def seconds(case: Case) -> float:
     return taken
 
 
-def medians(cases: list[Case], rounds: int) -> list[float]:
-    """The median wall time of each case, measured in turns, after one turn that is not counted."""
+def measured(cases: list[Case], rounds: int) -> list[list[float]]:
+    """The wall times of each case, measured in turns, after one turn that is not counted."""
     times = [[seconds(case) for case in cases] for _ in range(rounds + 1)][1:]
-    return [statistics.median(column) for column in zip(*times, strict=True)]
+    return [list(column) for column in zip(*times, strict=True)]
 
 
 def compute(turns: int) -> int:
@@ -120,12 +120,14 @@ def cpu_table(rounds: int, number: int) -> None:
         Case(f"Ray, {workers} worker{'s' * (workers > 1)}", executor, program, 0.0, number)
         for workers, executor in on_ray.items()
     ]
-    taken = medians(cases, rounds)
-    load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "load unknown"
-    print(f"\n1. CPU: {number} rollouts of about 40 ms of CPU each, width 4, {os.cpu_count()} cores, {load}")
+    load = os.getloadavg()[0]  # Of the last minute.
+    taken = [min(times) for times in measured(cases, rounds)]
+    print(f"\n1. CPU: {number} rollouts of about 40 ms of CPU each, width 4, {os.cpu_count()} cores, load {load:.1f}")
     print(f"{'':<16}{'seconds':>10}{'rollouts/s':>12}{'gain':>8}")
     for case, value in zip(cases, taken, strict=True):
         print(f"{case.name:<16}{value:>10.2f}{number / value:>12.1f}{taken[0] / value:>8.2f}")
+    if load > 0.5:
+        print("Other work keeps the cores busy: the gain is what that leaves, not what free cores give.")
 
 
 def overhead_table(rounds: int, number: int) -> bool:
@@ -136,7 +138,7 @@ def overhead_table(rounds: int, number: int) -> bool:
         Case("Ray, 1 worker", RayExecutor(num_workers=1, **options).with_width(WIDTH), program, 0.05, number),
         Case("Ray, 2 workers", RayExecutor(num_workers=2, **options).with_width(WIDTH), program, 0.05, number),
     ]
-    taken = medians(cases, rounds)
+    taken = [statistics.median(times) for times in measured(cases, rounds)]
     print(
         f"\n2. Overhead: {number} rollouts that wait 50 ms each, width {WIDTH}, {EXAMPLES_PER_TASK} examples per task"
     )

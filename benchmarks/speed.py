@@ -174,7 +174,7 @@ def show_cpu(plan: Plan, verdicts: Verdicts) -> None:
 
 
 def show_imports(plan: Plan, verdicts: Verdicts) -> None:
-    print("\nImports after `import dspy`: processor time (on an idle machine the wall time is the same)")
+    print("\nImports after `import dspy`: the least processor time of some processes (and wall time)")
     for statement in ("import dspy_combee", "from dspy_combee import CombeeOptimizer", "from dspy_combee import *"):
         cpu, wall = import_seconds(statement, plan.rounds)
         verdict = "no target"

@@ -33,7 +33,6 @@ from dspy_combee.records import StepRecord
 from dspy_combee.result import CombeeResult
 from dspy_combee.run import Run
 from dspy_combee.sizes import check_minibatch_size
-from dspy_combee.trace_state import refuse_trace_state
 
 if TYPE_CHECKING:
     from dspy_combee.traces import Trace
@@ -265,9 +264,8 @@ class CombeeOptimizer(dspy.GEPA):
 
         Raises:
             AssertionError: As in `dspy.GEPA`: no trainset (and no traces), or a teacher.
-            TypeError: If `traces` are no traces.
-            ValueError: If there are none in `traces`, one is of a predictor that the program does not have, or
-                `log_dir` holds the state of another run on traces.
+            TypeError, ValueError: If `traces` are no traces, are empty, name a predictor that the program does not
+                have, or `log_dir` holds the state of another run.
             ReflectionError: If reflection fails in three steps in a row.
             ProviderError: If a language model's provider refuses a call for good or cannot be reached.
 
@@ -284,6 +282,8 @@ class CombeeOptimizer(dspy.GEPA):
             raise AssertionError("Teacher is not supported in DspyGEPA yet.")
         learned = None
         if traces is None:
+            from dspy_combee.trace_state import refuse_trace_state
+
             refuse_trace_state(self.log_dir)
         else:
             from dspy_combee.trace_learning import TraceRun
@@ -291,13 +291,17 @@ class CombeeOptimizer(dspy.GEPA):
             learned = TraceRun(self, student, traces, trainset or (), valset)
             learned.execute()
         if learned is not None and not trainset:
-            program = learned.build_program()
-            if self.track_stats:
-                program.detailed_results = CombeeResult.from_traces(learned)
-            return program
+            return self._finished(learned)
         if valset is None:
             logger.warning(NO_VALSET)
         return Run(self, student, trainset or [], valset, learned).execute()
+
+    def _finished(self, learned: Any) -> Any:
+        """The program of a run on traces that no search follows."""
+        program = learned.build_program()
+        if self.track_stats:
+            program.detailed_results = CombeeResult.from_traces(learned)
+        return program
 
     def budget_for(self, student: Any, trainset: Sequence[Any], valset: Sequence[Any] | None) -> int | None:
         """The budget of a run in metric calls, by `dspy.GEPA`'s rules; None when it is `num_epochs`.

@@ -182,10 +182,10 @@ class RayExecutor:
             "name": TASK_NAME,
             "max_retries": 0,  # What is lost is run again in another way.
             "num_cpus": needs.pop("CPU"),
-            "num_gpus": needs.pop("GPU", 0),
+            "num_gpus": needs.pop("GPU", None),
             "memory": needs.pop("memory", None),
             "resources": needs or None,
-            "runtime_env": None if _CONNECTION.sets_environment else self.runtime_env,
+            "runtime_env": None if self.runtime_env == _CONNECTION.environment else self.runtime_env,
         }
         task = ray.remote(run_shard).options(**{name: value for name, value in options.items() if value is not None})
         return Flight(function, items, task, self._threads.slots, Shape(workers, threads, size))
@@ -230,7 +230,7 @@ class _Connection:
         self._lock = threading.Lock()
         self._users = 0
         self._own = False  # Whether the connection was made here.
-        self.sets_environment = False  # Whether the workers have the executor's runtime_env already.
+        self.environment: dict[str, Any] | None = None  # What the workers have already.
 
     def open(self, executor: RayExecutor) -> None:
         """Connect, unless that has been done.
@@ -241,13 +241,14 @@ class _Connection:
         import ray
 
         with self._lock:
-            if not self._users and not ray.is_initialized():
-                self._connect(executor)
-            try:
-                executor.check_room()
-            except BaseException:
-                self._leave_if_unused()
-                raise
+            if not self._users:
+                if not ray.is_initialized():
+                    self._connect(executor)
+                try:
+                    executor.check_room()
+                except BaseException:
+                    self._leave_if_unused()
+                    raise
             self._users += 1
 
     def close(self) -> None:
@@ -273,7 +274,7 @@ class _Connection:
                 raise
             where = "started" if executor.address is None else f"joined at {executor.address!r}"
             raise ExecutorError(f"Ray could not be {where}: {shorten(str(error))}") from error
-        self._own = self.sets_environment = True
+        self._own, self.environment = True, executor.runtime_env
 
     def _leave_if_unused(self) -> None:
         if self._users or not self._own:
@@ -281,7 +282,7 @@ class _Connection:
         import ray
 
         ray.shutdown()
-        self._own = self.sets_environment = False
+        self._own, self.environment = False, None
 
 
 _CONNECTION = _Connection()

@@ -71,8 +71,6 @@ def run_shard(cargo: bytes, sent: bytes, threads: int) -> bytes:
         executor = ThreadExecutor(threads, load.backoff)
         try:
             results = executor.map(load.function, items, timeout=load.timeout, on_timeout=load.on_timeout)
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:
             failure = _sendable_error(error)
         sent_back = None if failure is not None else load.function.send_back(results)

@@ -159,6 +159,8 @@ class MapStage:
                 error = f"{type(failure).__name__}: {shorten(str(failure), 1000)}"
         if error is None and prediction is None:
             error = "the program returned nothing"
+        if error is not None:
+            self.scorer.warn_once("rollout", f"A rollout failed: {shorten(error, 300)}")
         rollout = self.rollout(run, prediction, error, failed_step)
         if error is not None or run.given_up:
             return rollout

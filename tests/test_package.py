@@ -74,6 +74,7 @@ PARTS = {
     "aggregators": {"aggregation", "baselines"},
     "instruction_calls": {"records", "errors", "text", "calls", "aggregation"},
     "proposer": {
+        "secrecy",
         "checks",
         "records",
         "executors",

@@ -13,6 +13,7 @@ from dspy_combee.report import html_page
 from dspy_combee.step_log import read_steps
 
 from .lessons import Chain, examples, numbers_in, rules_in
+from .openai_server import Reply
 from .playbook_lessons import (
     add,
     all_text,
@@ -26,7 +27,6 @@ from .playbook_lessons import (
     playbook_lm,
     reflect,
 )
-from .openai_server import Reply
 from .trace_samples import hostile_trace, long_trace, trace, traces
 
 PROGRAM = "question -> answer"
@@ -220,9 +220,7 @@ def test_from_150_traces_on_the_controller_times_reflection():
 def test_sixty_traces_of_200_steps_fit_32000_tokens():
     lm = playbook_lm()
     aggregator = TreeAggregator(max_context_tokens=32_000)
-    program = learn(
-        lm, [long_trace(i) for i in range(60)], minibatch_size="auto", aggregator=aggregator, num_threads=2
-    )
+    program = learn(lm, [long_trace(i) for i in range(60)], minibatch_size="auto", aggregator=aggregator, num_threads=2)
     assert known(program) == set(range(60))
     sizes = [estimate_tokens(call.prompt) for call in lm.calls if is_reflector(call.prompt)]
     assert len(sizes) == 60
@@ -239,7 +237,7 @@ def test_three_failing_steps_end_the_run():
         count[0] += 1
         return reflect(prompt) if count[0] <= 4 else "nothing of use"
 
-    with pytest.raises(ReflectionError, match="3 steps in a row.*all 4 reflection calls failed") as caught:
+    with pytest.raises(ReflectionError, match=r"3 steps in a row.*all 4 reflection calls failed") as caught:
         learn(playbook_lm(reflector=breaks), traces(40), num_threads=1)
     assert len(contents(caught.value.best_program)) == 4
 
@@ -276,7 +274,7 @@ def test_a_run_that_stopped_goes_on_as_if_unbroken(tmp_path):
         assert all_text(program) == all_text(whole)
         assert program.detailed_results.spent == whole.detailed_results.spent
         assert [s.minibatch_ids for s in steps_of(program)] == [s.minibatch_ids for s in steps_of(whole)]
-        assert not iteration == 5 or lm.calls == []
+        assert iteration != 5 or lm.calls == []
     with pytest.raises(ValueError, match="another run, which differs in \\['traces'\\]"):
         learn(playbook_lm(), traces(9), log_dir=folder, **options)
     with pytest.raises(ValueError, match="another run, which differs in \\['traces'\\]"):
