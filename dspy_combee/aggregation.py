@@ -59,7 +59,7 @@ class NodeCall:
     Attributes:
         task: The task it belongs to.
         id: Id of the node.
-        kind: `"propose"` reads records, `"merge"` reads proposals, `"summarize"` reads one record.
+        kind: `"propose"` reads records (or summaries of them), `"merge"` reads proposals, `"summarize"` one record.
         inputs: Ids of what it reads.
         items: What it reads.
     """

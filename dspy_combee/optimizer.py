@@ -93,7 +93,8 @@ class CombeeOptimizer(dspy.GEPA):
         gepa_kwargs: More keywords of `gepa.optimize`, as in `dspy.GEPA`.
         duplication_factor: p, in how many groups each record appears (paper, section 3.2).
         num_groups: k, the groups of level 1. Default: floor(sqrt(n)) (paper, section 3.1).
-        aggregator: How records become one proposal: `"tree"` or an `Aggregator`.
+        aggregator: How records become one proposal: `"tree"`, the paper's baselines `"flat"`, `"top_k"` and
+            `"summarize"`, or an `Aggregator`.
         executor: What runs the rollouts and reflection calls: `"threads"`, `"ray"` (rollouts on Ray, see
             `RayExecutor`; reflection calls on threads here) or an `Executor`.
         num_epochs: Budget in passes over the trainset by minibatches: a fourth way to say it.
@@ -193,7 +194,8 @@ class CombeeOptimizer(dspy.GEPA):
             if value is not None:
                 check_finite(name, value)
         check_finite("failure_score", failure_score)
-        check_finite("perfect_score", perfect_score)
+        if perfect_score is not None:
+            check_finite("perfect_score", perfect_score)
         if not isinstance(self.gepa_kwargs, dict):
             raise TypeError(f"gepa_kwargs must be a dict, got {type(self.gepa_kwargs).__name__}.")
         if inspect.iscoroutinefunction(metric):
@@ -271,12 +273,11 @@ class CombeeOptimizer(dspy.GEPA):
 
             Whatever is raised once the search has begun carries `best_program`.
         """
-        trainset = [] if trainset is None or len(trainset) == 0 else check_examples("trainset", trainset)
-        if valset is not None:
-            valset = [] if len(valset) == 0 else check_examples("valset", valset)
+        trainset = _examples("trainset", trainset)
+        valset = None if valset is None else _examples("valset", valset)
         if not isinstance(student, dspy.Module):
             raise TypeError(f"student must be a dspy.Module, got {type(student).__name__}.")
-        if not trainset and traces is None:
+        if (trainset is None or len(trainset) == 0) and traces is None:
             raise AssertionError("Trainset must be provided and non-empty")
         if teacher is not None:
             raise AssertionError("Teacher is not supported in DspyGEPA yet.")
@@ -339,3 +340,10 @@ def _refuse_double_options(duplication_factor: int, num_groups: int | None, aggr
             "duplication_factor, num_groups and aggregator belong to the CombeeProposer that is given as "
             "instruction_proposer: set them there."
         )
+
+
+def _examples(name: str, examples: Any) -> Any:
+    """The examples as a list; one of gepa's data loaders as it is."""
+    if examples is None or hasattr(examples, "all_ids"):
+        return examples
+    return [] if len(examples) == 0 else check_examples(name, examples)

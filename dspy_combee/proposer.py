@@ -52,7 +52,7 @@ class CombeeProposer(InstructionProposer):
             `additional_instructions`, `max_chars` and adapter of an `InstructionProposer` hold for it; the merge
             follows its `additional_instructions`, `max_chars` and adapter too.
         reflection_lm: The language model that reflects. Default: the one in force (`dspy.context`).
-        aggregator: `"tree"` or an `Aggregator`.
+        aggregator: `"tree"`, `"flat"`, `"top_k"`, `"summarize"`, or an `Aggregator`.
         num_groups: k, the groups of level 1. Default: floor(sqrt(n)) for n records.
         duplication_factor: p, in how many groups each record appears.
         num_threads: Reflection calls in flight at most. Default: DSPy's `num_threads` setting.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import dspy
+from gepa.core.data_loader import ensure_loader
 
 from dspy_combee import executor_options
 from dspy_combee.adapter import CombeeAdapter, RolloutObserver
@@ -51,7 +52,8 @@ def ready_to_run(adapter: CombeeAdapter, examples: Sequence[Any], later: Sequenc
         TypeError: If the executor cannot take the program, the metric or an example where it runs them.
         ExecutorError: If it cannot be reached.
     """
-    adapter.map_stage.check(adapter.student, [*examples, *later])
+    if hasattr(adapter.executor, "check"):
+        adapter.map_stage.check(adapter.student, [*_items(examples), *_items(later)])
     with in_use(adapter.executor) if examples else nullcontext():
         yield
 
@@ -88,3 +90,9 @@ def secrets_in_run(student: Any, reflection_lm: Any) -> set[str]:
     """The secrets of the language models of a run."""
     lms = [reflection_lm, dspy.settings.lm, *lms_in(student)]
     return secrets_of(lm for lm in lms if lm is not None)
+
+
+def _items(examples: Any) -> list[Any]:
+    """The examples of a list, or of one of gepa's data loaders."""
+    loader = ensure_loader(examples)
+    return list(loader.fetch(list(loader.all_ids())))

@@ -390,5 +390,5 @@ def test_names_are_resolved_and_unknown_ones_list_the_known():
     assert isinstance(resolve_aggregator("tree"), TreeAggregator)
     with pytest.raises(ValueError, match=r"Unknown aggregator 'bush'; known are \[.*'tree'.*\]"):
         resolve_aggregator("bush")
-    with pytest.raises(TypeError, match="name or an Aggregator, got int"):
+    with pytest.raises(TypeError, match="name or an Aggregator, got 3"):
         resolve_aggregator(3)

@@ -470,10 +470,16 @@ def test_a_merge_that_stays_over_max_chars_proposes_nothing():
 def test_a_combee_proposer_is_used_as_it_is_and_not_nested():
     lm = learning_lm()
     proposer = CombeeProposer(num_groups=3, duplication_factor=1)
-    steps = learn(lm, instruction_proposer=proposer, num_groups=2, max_metric_calls=24).detailed_results.steps
+    steps = learn(lm, instruction_proposer=proposer, max_metric_calls=24).detailed_results.steps
     assert (steps[0].k, steps[0].duplication_factor) == (3, 1)
     assert [node.id for node in steps[0].nodes] == ["1.0", "1.1", "1.2", "2.0"]
     assert len([call for call in lm.calls if is_reflection(call.prompt)]) == 4
+
+
+@pytest.mark.parametrize("options", [{"num_groups": 2}, {"duplication_factor": 1}, {"aggregator": "flat"}])
+def test_options_of_the_tree_belong_to_a_given_combee_proposer(options):
+    with pytest.raises(ValueError, match="belong to the CombeeProposer"):
+        make(learning_lm(), instruction_proposer=CombeeProposer(), **options)
 
 
 def test_a_combee_proposer_reflects_with_its_own_lm():
