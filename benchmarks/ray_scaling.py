@@ -8,7 +8,8 @@ language model answers by itself, in the second table after a wait.
 
 1. CPU: a rollout computes in Python for a fixed amount of work beside its LM call, which holds the interpreter, so
    threads of one process take turns. Ray's workers are processes. The gain over threads is at most the number of
-   workers, and of free cores; the figures are those of the fastest round, and the load is printed beside them.
+   workers, and of free cores; the figures are those of the fastest round. The last line is a yardstick: the same
+   work in two bare processes instead of one, in the same rounds, which is all that the machine has to give.
 2. Overhead: a rollout waits for its LM call (I/O) and does nothing else, 32 examples per task. What Ray takes longer
    than threads of the same width, divided by the number of rollouts; medians. The target is under 2 ms.
 
@@ -25,6 +26,7 @@ import os
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,10 +90,10 @@ def seconds(case: Case) -> float:
     return taken
 
 
-def measured(cases: list[Case], rounds: int) -> list[list[float]]:
-    """The wall times of each case, measured in turns, after one turn that is not counted."""
+def medians(cases: list[Case], rounds: int) -> list[float]:
+    """The median wall time of each case, measured in turns, after one turn that is not counted."""
     times = [[seconds(case) for case in cases] for _ in range(rounds + 1)][1:]
-    return [list(column) for column in zip(*times, strict=True)]
+    return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
 def compute(turns: int) -> int:
@@ -112,22 +114,32 @@ def turns_for(milliseconds: float) -> int:
     return int(200_000 * milliseconds / 1000 / min(times))
 
 
+def bare(pool: ProcessPoolExecutor, turns: int, number: int) -> float:
+    """Wall time of the same work without rollouts."""
+    started = time.perf_counter()
+    list(pool.map(compute, [turns] * number))
+    return time.perf_counter() - started
+
+
 def cpu_table(rounds: int, number: int) -> None:
     program = Computing(turns_for(40.0))
-    on_ray = {workers: RayExecutor(num_workers=workers).with_width(4) for workers in (1, 2)}
     cases = [Case("threads", ThreadExecutor(4), program, 0.0, number)]
-    cases += [
-        Case(f"Ray, {workers} worker{'s' * (workers > 1)}", executor, program, 0.0, number)
-        for workers, executor in on_ray.items()
-    ]
+    for workers, name in ((1, "Ray, 1 worker"), (2, "Ray, 2 workers")):
+        cases.append(Case(name, RayExecutor(num_workers=workers).with_width(4), program, 0.0, number))
     load = os.getloadavg()[0]  # Of the last minute.
-    taken = [min(times) for times in measured(cases, rounds)]
+    times: list[list[float]] = []
+    with ProcessPoolExecutor(1) as one, ProcessPoolExecutor(2) as two:
+        for _ in range(rounds + 1):  # In turns, so that other work on the machine hits all alike.
+            alone, together = (bare(pool, program.turns, number) for pool in (one, two))
+            times.append([*map(seconds, cases), alone, together])
+    *taken, alone, together = (min(column) for column in zip(*times[1:], strict=True))
     print(f"\n1. CPU: {number} rollouts of about 40 ms of CPU each, width 4, {os.cpu_count()} cores, load {load:.1f}")
     print(f"{'':<16}{'seconds':>10}{'rollouts/s':>12}{'gain':>8}")
     for case, value in zip(cases, taken, strict=True):
         print(f"{case.name:<16}{value:>10.2f}{number / value:>12.1f}{taken[0] / value:>8.2f}")
-    if load > 0.5:
-        print("Other work keeps the cores busy: the gain is what that leaves, not what free cores give.")
+    print(f"{'Yardstick: 2 bare processes, over 1':<38}{alone / together:>8.2f}")
+    if alone / together < 1.7:
+        print("The machine had no whole second core to give: the gain of 2 workers says little.")
 
 
 def overhead_table(rounds: int, number: int) -> bool:
@@ -138,7 +150,7 @@ def overhead_table(rounds: int, number: int) -> bool:
         Case("Ray, 1 worker", RayExecutor(num_workers=1, **options).with_width(WIDTH), program, 0.05, number),
         Case("Ray, 2 workers", RayExecutor(num_workers=2, **options).with_width(WIDTH), program, 0.05, number),
     ]
-    taken = [statistics.median(times) for times in measured(cases, rounds)]
+    taken = medians(cases, rounds)
     print(
         f"\n2. Overhead: {number} rollouts that wait 50 ms each, width {WIDTH}, {EXAMPLES_PER_TASK} examples per task"
     )

@@ -55,18 +55,20 @@ class Plan:
         epoch_factor: What their times are divided by.
         quality_seeds: Seeds of the smallest of them.
         rollouts: Examples of the measurement of processor time.
-        rounds: Its rounds, and the processes of each import.
+        rounds: Its rounds, and those of the reduce trees.
+        imports: Processes of each import.
         records: Records of the reduce trees.
     """
 
     gate: tuple[tuple[int, int], ...] = ((40, 120), (100, 200), (1000, 1000))
-    gate_factor: float = 2
+    gate_factor: float = 1
     gate_repeats: int = 3
     epochs: dict[int, tuple[tuple[str, Any], ...]] = field(default_factory=dict)
     epoch_factor: float = 20
     quality_seeds: int = 3
     rollouts: int = 200
     rounds: int = 7
+    imports: int = 7
     records: tuple[int, ...] = (1250, 2500, 5000, 10_000)
 
 
@@ -83,6 +85,7 @@ QUICK = Plan(
     quality_seeds=1,
     rollouts=60,
     rounds=3,
+    imports=1,
     records=(625, 1250, 2500),
 )
 
@@ -176,7 +179,7 @@ def show_cpu(plan: Plan, verdicts: Verdicts) -> None:
 def show_imports(plan: Plan, verdicts: Verdicts) -> None:
     print("\nImports after `import dspy`: the least processor time of some processes (and wall time)")
     for statement in ("import dspy_combee", "from dspy_combee import CombeeOptimizer", "from dspy_combee import *"):
-        cpu, wall = import_seconds(statement, plan.rounds)
+        cpu, wall = import_seconds(statement, plan.imports)
         verdict = "no target"
         if "*" not in statement:
             verdict = f"{IMPORT_TARGET:g} s: {verdicts.at_most(statement, cpu, IMPORT_TARGET)}"

@@ -183,7 +183,8 @@ def hearing(history: list[Mapping[str, Any]]) -> Iterator[None]:
     """
     # DSPy adds each call to the `history` of every module that it was made in.
     ear = _Ear(history)
-    with dspy.context(caller_modules=[*(dspy.settings.caller_modules or []), ear]):
+    # The caller's trace would keep all that these calls were shown, 10,000 of them.
+    with dspy.context(caller_modules=[*(dspy.settings.caller_modules or []), ear], trace=[]):
         yield
 
 

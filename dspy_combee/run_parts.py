@@ -94,5 +94,5 @@ def secrets_in_run(student: Any, reflection_lm: Any) -> set[str]:
 
 def _items(examples: Any) -> list[Any]:
     """The examples of a list, or of one of gepa's data loaders."""
-    loader = ensure_loader(examples)
+    loader: Any = ensure_loader(examples)
     return list(loader.fetch(list(loader.all_ids())))

@@ -193,9 +193,7 @@ def test_several_measurements_of_a_size_count_by_their_median():
     assert PowerLawBatchSize().fit([(5, 1.0), (5, 3.0)], N).medians == ((5, 2.0),)
 
 
-@pytest.mark.parametrize(
-    ("num_examples", "limit", "choice"), [(500, None, 40), (500, 12, 12), (9, None, 4), (1, 1, 1)]
-)
+@pytest.mark.parametrize(("num_examples", "limit", "choice"), [(500, None, 40), (500, 12, 12), (9, None, 4), (1, 1, 1)])
 def test_without_measurements_the_size_is_fixed(num_examples, limit, choice):
     fit = PowerLawBatchSize().fit([], num_examples, limit)
     assert fit.choice == choice
@@ -227,9 +225,7 @@ def test_only_zeros_take_the_smallest_size(limit, choice):
 def test_impossible_seconds_are_refused_by_name(seconds):
     measured = power_law(FOUR, 1)
     measured[2] = (20, seconds)
-    with pytest.raises(
-        ValueError, match=r"measurement 2, \(20, .*\): seconds must be finite and not negative"
-    ):
+    with pytest.raises(ValueError, match=r"measurement 2, \(20, .*\): seconds must be finite and not negative"):
         PowerLawBatchSize().fit(measured, N)
 
 

@@ -202,7 +202,7 @@ def test_an_item_that_takes_too_long_gets_the_result_of_on_timeout(make_executor
         return item
 
     try:
-        results = make_executor(width).map(work, range(6), timeout=0.2, on_timeout=lambda item: f"late {item}")
+        results = make_executor(width).map(work, range(6), timeout=0.8, on_timeout=lambda item: f"late {item}")
     finally:
         never.set()
     assert results == [0, "late 1", 2, 3, 4, 5]
@@ -361,7 +361,7 @@ def run_script(script, **options):
 
 def test_a_stalled_item_does_not_block_the_interpreters_exit():
     process = run_script(
-        "print(ThreadExecutor(2).map(lambda i: time.sleep(3600) if i == 1 else i, range(4), timeout=0.2,"
+        "print(ThreadExecutor(2).map(lambda i: time.sleep(3600) if i == 1 else i, range(4), timeout=0.8,"
         " on_timeout=lambda i: 'late'), flush=True)"
     )
     out, err = process.communicate(timeout=60)

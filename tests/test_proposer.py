@@ -774,7 +774,11 @@ def test_the_width_is_dspys_setting_where_none_is_given():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"base": "an instruction"}, TypeError, "base must be a proposal function, or a proposer (an object, no class), got"),
+        (
+            {"base": "an instruction"},
+            TypeError,
+            "base must be a proposal function, or a proposer (an object, no class), got",
+        ),
         ({"base": CombeeProposer()}, TypeError, "base is a CombeeProposer already"),
         ({"reflection_lm": "openai/gpt-4o"}, TypeError, "use dspy.LM"),
         ({"aggregator": "bush"}, ValueError, "known are"),

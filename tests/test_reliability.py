@@ -12,11 +12,15 @@ from pathlib import Path
 
 import dspy
 import pytest
+from dspy.utils.exceptions import AdapterParseError
 from gepa.strategies.acceptance import ImprovementOrEqualAcceptance
+from hypothesis import example, given
 
 from dspy_combee import ReflectionError
 from dspy_combee.aggregation import TreeAggregator
+from dspy_combee.calls import StrictJSONAdapter, UnusableReplyError
 from dspy_combee.lengths import estimate_tokens
+from dspy_combee.steps import StepRecorder
 from dspy_combee.testing import Reply
 
 from .lessons import (
@@ -28,9 +32,11 @@ from .lessons import (
     learn,
     learning_lm,
     make,
+    metric,
     rules_in,
     write_down,
 )
+from .test_calls import any_reply
 from .test_drop_in import AlwaysTheSeed
 from .test_resume import Counting
 
@@ -83,6 +89,23 @@ def test_a_level_1_call_that_always_fails_is_made_twice_and_the_step_goes_on_wit
     assert len([call for call in lm.calls if "reset" in call.reply]) == 2 * 2
     (merge,) = [node for node in step.nodes if node.id.startswith("2.")]
     assert len(merge.inputs) == 4
+
+
+@given(any_reply)
+@example("{" * 100_000)
+@example('{"new_instruction": ' + "[" * 100_000)
+def test_the_strict_adapter_reads_any_reply_or_refuses_it(reply):
+    class Rules(dspy.Signature):
+        current: str = dspy.InputField()
+        new_instruction: str = dspy.OutputField()
+        rules: list[str] = dspy.OutputField()
+
+    for signature in (Rules, Rules.delete("rules")):
+        try:
+            fields = StrictJSONAdapter().parse(signature, reply)
+        except (UnusableReplyError, AdapterParseError):
+            continue
+        assert set(fields) == set(signature.output_fields)
 
 
 # GEPA's merge fails --------------------------------------------------------------------------------------------
@@ -207,6 +230,48 @@ def test_no_reflection_call_is_over_the_context_that_was_given(tokens, n):
     else:
         assert len(cut) == len(prompts)
         assert all(re.search(r"start-\d+ word .*\[\.\.\. [\d,]+ characters cut \.\.\.\].* end-\d+", p) for p in prompts)
+
+
+# Long runs -----------------------------------------------------------------------------------------------------
+
+
+def test_dspys_trace_and_histories_do_not_fill_with_the_calls_of_a_run():
+    """Each entry holds the records that a call was shown."""
+    trace, lm = [], learning_lm()
+    judge = dspy.Predict("question -> verdict")
+
+    def judged(gold, pred, trace=None, pred_name=None, pred_trace=None):
+        judge(question=f"question {gold.number}")
+        return metric(gold, pred, trace, pred_name, pred_trace)
+
+    with dspy.context(trace=trace, disable_history=True):
+        learn(lm, metric=judged, n_train=40, n_val=2, max_metric_calls=800, reflection_minibatch_size=4)
+    assert trace == []
+    reflections = [call for call in lm.calls if is_reflection(call.prompt)]
+    assert len(lm.history) <= 100 < len(reflections)
+
+
+@pytest.mark.parametrize(("with_log_dir", "track_stats"), [(True, True), (True, False), (False, True), (False, False)])
+def test_trees_are_kept_in_memory_only_where_they_are_wanted_and_not_on_disk(
+    with_log_dir, track_stats, tmp_path, monkeypatch
+):
+    recorders, told = [], []
+
+    class Seen(StepRecorder):
+        def __init__(self, *given, **options):
+            super().__init__(*given, **options)
+            recorders.append(self)
+
+    monkeypatch.setattr("dspy_combee.run.StepRecorder", Seen)
+    log_dir = str(tmp_path) if with_log_dir else None
+    program = learn(learning_lm(), log_dir=log_dir, track_stats=track_stats, step_callbacks=[told.append])
+    (recorder,) = recorders
+    whole = track_stats and not with_log_dir
+    assert len(recorder.records) == len(told)
+    assert all(step.reductions for step in told)
+    assert all(bool(step.reductions) is whole for step in recorder.records)
+    if track_stats:
+        assert [step.to_dict() for step in program.detailed_results.steps] == [step.to_dict() for step in told]
 
 
 # Documentation -------------------------------------------------------------------------------------------------
