@@ -57,9 +57,9 @@ has_chromium = for name in chromium chromium-browser google-chrome chrome; do \
 
 full: lint types $(VENV)/ray $(VENV)/extras
 	@REQUIRE_EXTRAS=1 REQUIRE_BROWSER=$$($(has_chromium)) $(PYTEST) $(ARGS)
-	@for script in benchmarks/*.py; do \
-		[ -e "$$script" ] || continue; \
-		echo "== $$script"; $(IN_VENV) "$$script" || exit 1; \
+	@for script in benchmarks/[a-z]*.py; do \
+		name=$$(basename "$$script" .py); \
+		echo "== benchmarks.$$name"; $(IN_VENV) -m "benchmarks.$$name" || exit 1; \
 	done
 
 clean:

@@ -53,7 +53,8 @@ class RayExecutor:
         resources: What one task takes, by Ray's names: `{"CPU": 2, "GPU": 1, "memory": 4e9, "sandbox": 1}`. Default:
             one CPU.
         runtime_env: Ray's runtime environment of the workers. A local `working_dir` or `py_modules` needs an address
-            or a Ray that is not connected yet.
+            or a Ray that is not connected yet. Keys do not belong in it, since Ray logs it: give them to the language
+            model, or put them in the environment of the workers' machines.
 
     Attributes:
         width: Rollouts plus other calls in flight at most, over all tasks: `num_threads` of the optimizer, else

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from dspy_combee.budget import Ledger
@@ -41,7 +40,7 @@ class StepRecorder:
     """A GEPA callback that keeps the account of the run.
 
     Attributes:
-        records: The steps so far; without their trees where these are on disk or not `kept`.
+        records: The steps so far; the last alone where they are on disk or not `kept`.
         state: GEPA's state, from the first step on.
         iteration: GEPA's iteration, from 1; 0 before the first.
         ledger: What was spent, by phase.
@@ -52,7 +51,7 @@ class StepRecorder:
         clock: Gives the seconds by which the controller goes.
         listeners: Called with each step when it has ended.
         log: Holds the steps on disk, for a resumed run.
-        kept: Whether the trees of the steps (prompts, replies) are wanted after the run.
+        kept: Whether the steps, with all prompts and replies, are wanted after the run.
     """
 
     def __init__(
@@ -96,17 +95,19 @@ class StepRecorder:
 
     @property
     def steps(self) -> list[StepRecord]:
-        """The steps so far, whole where they are kept or on disk."""
+        """The steps so far, where they are kept."""
         if self.log is not None and self.kept:
             try:
                 return read_steps(self.log.path)
             except (OSError, ValueError) as error:
-                logger.warning("The trees of the steps cannot be read from disk: %s", error)
+                logger.warning("The steps cannot be read: %s", error)
         return list(self.records)
 
     def _keep(self, records: Sequence[StepRecord]) -> None:
-        whole = self.kept and self.log is None
-        self.records.extend(record if whole else replace(record, reductions=()) for record in records)
+        if self.kept and self.log is None:
+            self.records.extend(records)
+        elif records:
+            self.records = [records[-1]]
 
     def follow(self, before: StepRecorder) -> None:
         """Go on counting where another recorder ended, whose steps come before those of this one."""

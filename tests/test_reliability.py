@@ -6,6 +6,7 @@ Ctrl-C), `test_faults_killed.py` and `test_resume.py` (SIGKILL), `test_faults_st
 """
 
 import ast
+import itertools
 import random
 import re
 from pathlib import Path
@@ -237,7 +238,8 @@ def test_no_reflection_call_is_over_the_context_that_was_given(tokens, n):
 
 def test_dspys_trace_and_histories_do_not_fill_with_the_calls_of_a_run():
     """Each entry holds the records that a call was shown."""
-    trace, lm = [], learning_lm()
+    count, trace = itertools.count(), []
+    lm = learning_lm(reflect=lambda prompt: {"new_instruction": f"Attempt {next(count)}."})
     judge = dspy.Predict("question -> verdict")
 
     def judged(gold, pred, trace=None, pred_name=None, pred_trace=None):
@@ -245,14 +247,14 @@ def test_dspys_trace_and_histories_do_not_fill_with_the_calls_of_a_run():
         return metric(gold, pred, trace, pred_name, pred_trace)
 
     with dspy.context(trace=trace, disable_history=True):
-        learn(lm, metric=judged, n_train=40, n_val=2, max_metric_calls=800, reflection_minibatch_size=4)
+        learn(lm, metric=judged, n_train=40, n_val=2, max_metric_calls=400, reflection_minibatch_size=4)
     assert trace == []
     reflections = [call for call in lm.calls if is_reflection(call.prompt)]
     assert len(lm.history) <= 100 < len(reflections)
 
 
 @pytest.mark.parametrize(("with_log_dir", "track_stats"), [(True, True), (True, False), (False, True), (False, False)])
-def test_trees_are_kept_in_memory_only_where_they_are_wanted_and_not_on_disk(
+def test_steps_are_kept_in_memory_only_where_they_are_wanted_and_not_on_disk(
     with_log_dir, track_stats, tmp_path, monkeypatch
 ):
     recorders, told = [], []
@@ -266,10 +268,8 @@ def test_trees_are_kept_in_memory_only_where_they_are_wanted_and_not_on_disk(
     log_dir = str(tmp_path) if with_log_dir else None
     program = learn(learning_lm(), log_dir=log_dir, track_stats=track_stats, step_callbacks=[told.append])
     (recorder,) = recorders
-    whole = track_stats and not with_log_dir
-    assert len(recorder.records) == len(told)
-    assert all(step.reductions for step in told)
-    assert all(bool(step.reductions) is whole for step in recorder.records)
+    assert len(told) > 1
+    assert len(recorder.records) == (len(told) if track_stats and not with_log_dir else 1)
     if track_stats:
         assert [step.to_dict() for step in program.detailed_results.steps] == [step.to_dict() for step in told]
 
