@@ -193,7 +193,9 @@ def print_appworld(model: Model, seeds: int, workers: int | None) -> None:
 
 NOT_EXPLAINED = """
 What neither model can explain: on AppWorld batch 1 leaves fewer tokens than batches 5 and 10 (a call that loses
-less never leaves less); that FiNER loses more per call than Formula; and accuracy that falls where a playbook grows."""
+less never leaves less); that FiNER loses more per call than Formula; and accuracy that falls where a playbook grows.
+What the flat figures leave open: L0 of the power model. With twice the L0 they fit as well, and the tree's ratio at
+n = 40 is below the one expected (--full shows it)."""
 
 
 def print_sensitivity() -> None:

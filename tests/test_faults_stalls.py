@@ -37,6 +37,7 @@ TIMEOUT = 3
 @pytest.fixture
 def released():
     """An event that what stalls waits for; it comes with the end of the test."""
+    learn(learning_lm(), max_metric_calls=24)  # What is imported at first use takes no rollout's time.
     event = threading.Event()
     yield event
     event.set()

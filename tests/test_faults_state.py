@@ -14,7 +14,7 @@ from dspy_combee import ProviderError, ReflectionError
 from dspy_combee.backoff import Backoff
 from dspy_combee.executors import ThreadExecutor
 
-from .lessons import examples, instruction, is_reflection, learn, learning_lm, metric, rules_in
+from .lessons import examples, instruction, is_reflection, learn, learning_lm, make, metric, rules_in
 from .openai_server import OpenAIServer, Reply
 
 # LiteLLM drops clients without closing them.
@@ -159,6 +159,18 @@ def test_hostile_text_goes_from_feedback_to_a_saved_program_that_loads_back(text
     ]
 
 
+def test_a_lone_surrogate_in_an_example_fails_its_rollout_and_reaches_reflection_repaired(caplog):
+    """DSPy sends no such text, so the program fails on it here as it would in use."""
+    broken = [dspy.Example(question=f"half of a pair \ud83d {i}", number=i).with_inputs("question") for i in range(4)]
+    lm = learning_lm()
+    with dspy.context(lm=lm):
+        optimizer = make(lm, reflection_minibatch_size=4, max_metric_calls=30)
+        program = optimizer.compile(dspy.Predict("question -> answer"), broken, valset=examples(4))
+    step = program.detailed_results.steps[0]
+    assert step.scores_before == (0.0,) * 4
+    assert all("half of a pair \ufffd" in node.prompt and "lone surrogate" in node.prompt for node in step.nodes[:2])
+
+
 # Secrets -------------------------------------------------------------------------------------------------------
 
 KEY = "correct horse".replace(" ", "-") + "-battery"  # It looks like no key.
@@ -210,9 +222,12 @@ def texts_of(folder):
     return b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-@pytest.mark.parametrize("engine", ["lm15", "litellm"])
-@pytest.mark.parametrize(("status", "when", "error"), ECHOES.values(), ids=ECHOES)
-def test_secrets_are_in_no_log_record_report_or_file(status, when, error, engine, tmp_path, caplog, monkeypatch):
+@pytest.mark.parametrize(
+    ("case", "engine"),
+    [*((case, "lm15") for case in ECHOES), ("some rollouts fail", "litellm"), ("all reflection fails", "litellm")],
+)
+def test_secrets_are_in_no_log_record_report_or_file(case, engine, tmp_path, caplog, monkeypatch):
+    status, when, error = ECHOES[case]
     monkeypatch.setenv("SOME_API_KEY", TOKEN)
     told, steps = [], []
     # lm15 takes no headers.
