@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dspy_combee.aggregation import Aggregator, TreeAggregator
+    from dspy_combee.baselines import FlatAggregator, SummarizeAggregator, TopKAggregator
     from dspy_combee.batch_size import BatchSizeFit, PowerLawBatchSize
     from dspy_combee.bullets import Bullet
     from dspy_combee.errors import (
@@ -40,6 +41,7 @@ __all__ = [
     "CombeeResult",
     "Executor",
     "ExecutorError",
+    "FlatAggregator",
     "OutOfBudgetError",
     "Playbook",
     "PlaybookOptimizer",
@@ -53,7 +55,9 @@ __all__ = [
     "Rollout",
     "Spent",
     "StepRecord",
+    "SummarizeAggregator",
     "ThreadExecutor",
+    "TopKAggregator",
     "Trace",
     "TreeAggregator",
     "UnknownCostError",
@@ -74,6 +78,7 @@ _HOMES = {
     "CombeeResult": "result",
     "Executor": "executors",
     "ExecutorError": "errors",
+    "FlatAggregator": "baselines",
     "OutOfBudgetError": "errors",
     "Playbook": "playbook",
     "PlaybookOptimizer": "playbook_optimizer",
@@ -87,7 +92,9 @@ _HOMES = {
     "Rollout": "records",
     "Spent": "records",
     "StepRecord": "records",
+    "SummarizeAggregator": "baselines",
     "ThreadExecutor": "executors",
+    "TopKAggregator": "baselines",
     "Trace": "traces",
     "TreeAggregator": "aggregation",
     "UnknownCostError": "errors",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -90,3 +91,13 @@ def check_examples(name: str, examples: Any) -> list[Any]:
         except ValueError as error:
             raise ValueError(f"{name}[{position}] does not say what its inputs are: use with_inputs(...).") from error
     return made
+
+
+def digest_of(examples: Iterable[Any]) -> str:
+    """A digest of the texts and numbers of examples, by which a resumed run knows that they are the same."""
+    digest = hashlib.sha256()
+    for example in examples:
+        fields = sorted(dict(example.items()).items()) if hasattr(example, "items") else [("", example)]
+        plain = [(name, value) for name, value in fields if isinstance(value, str | int | float)]
+        digest.update(repr(plain).encode("utf-8", "backslashreplace"))
+    return digest.hexdigest()[:16]

@@ -266,8 +266,7 @@ class Batch:
                 section = find_section(add.section, self.sections)
                 if section not in self.sections:
                     self.sections.append(section)
-                bullet_id = f"{slug_of(section)}-{self.next_number:05d}"
-                self.next_number += 1
+                bullet_id = self._new_id(section)
                 present[_folded(add.content)] = bullet_id
                 self.bullets[bullet_id] = Bullet(bullet_id, section, add.content, 0, 0, add.reflection_ids)
             else:
@@ -275,6 +274,13 @@ class Batch:
                 reflections = join_ids(bullet.reflection_ids, add.reflection_ids)
                 self.bullets[bullet_id] = replace(bullet, reflection_ids=reflections)
             self._record({index: add}, bullet_id)
+
+    def _new_id(self, section: str) -> str:
+        while True:
+            bullet_id = f"{slug_of(section)}-{self.next_number:05d}"
+            self.next_number += 1
+            if bullet_id not in self.bullets:
+                return bullet_id
 
 
 def _checked(delta: Any, known: Mapping[str, Bullet]) -> Delta:

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ import dspy
 from dspy.utils.exceptions import LMError
 
 from dspy_combee.aggregation import TreeAggregator
-from dspy_combee.errors import CombeeError
+from dspy_combee.errors import CombeeError, ReflectionError
 from dspy_combee.playbook import Playbook
 from dspy_combee.playbook_optimizer import PlaybookOptimizer
 from dspy_combee.playbook_records import PlaybookStep
@@ -106,6 +107,11 @@ def _learn(options: argparse.Namespace) -> None:
         if best is not None and len(Playbook.from_program(best)):
             _save(best, options.out, "What was learned until then")
         raise
+    steps = program.detailed_results.steps
+    failures = [r.error for step in steps for r in step.reductions if r.error]
+    failures += [item.error for step in steps for item in step.reflections if item.error]
+    if failures and not len(Playbook.from_program(program)):
+        raise ReflectionError(f"nothing was learned, and {options.out} is not written: {failures[-1]}")
     _save(program, options.out, "The playbook")
     spent = program.detailed_results.spent.usage_in("reflection")
     cost = "" if not spent.cost else f", ${spent.cost:.2f}"
@@ -120,6 +126,11 @@ def _check_out(options: argparse.Namespace) -> None:
         raise LearnError(f"--out {out} is a folder; expected a file")
     if out.exists() and not (start is not None and start.exists() and out.samefile(start)):
         raise LearnError(f"--out {out} is there already: give another one, or go on from it with --playbook {out}")
+    try:
+        with tempfile.TemporaryFile(dir=out.resolve().parent):
+            pass
+    except OSError as error:
+        raise LearnError(f"--out {out} cannot be written: {error}") from error
     if options.simulate and (options.api_base or options.max_cost):
         raise LearnError("--api-base and --max-cost need --reflection-model")
 

@@ -12,6 +12,7 @@ import dspy
 
 from dspy_combee.batch_size import PowerLawBatchSize
 from dspy_combee.budget import Budget, Ledger
+from dspy_combee.checks import digest_of
 from dspy_combee.errors import ReflectionError
 from dspy_combee.executors import in_use
 from dspy_combee.playbook import Playbook
@@ -195,10 +196,11 @@ class PlaybookRun:
     def _identity(self) -> dict[str, Any]:
         return {
             "program": self.program.fingerprint(),
-            "trainset": len(self.trainset),
-            "valset": None if self.valset is None else len(self.valset),
+            "trainset": [len(self.trainset), digest_of(self.trainset)],
+            "valset": None if self.valset is None else [len(self.valset), digest_of(self.valset)],
             "seed": self.options.seed,
-            "traces": None if self.traces is None else len(self.traces.batches),
+            "traces": None if self.traces is None else [len(self.traces.batches), self.traces.batches.digest],
+            "start": digest_of([playbook.to_text() for _, playbook in sorted(self.state.playbooks.items())]),
         }
 
     def _resume(self) -> None:
@@ -252,6 +254,8 @@ class PlaybookRun:
         made.sampler.observe(StepTiming(len(made.ids), 1, sum(made.times.values()), made.flaw))
         record = self._finish_step(self._record(made), made)
         self._failed_steps = self._failed_steps + 1 if made.outcome.failed else 0
+        if made.outcome.failed:
+            logger.warning("Step %d taught nothing: %s", record.iteration, record.reason)
         self.steps.append(record)
         self._tell(record)
 

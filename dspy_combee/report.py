@@ -93,12 +93,15 @@ def report_main(log_dir: str | os.PathLike[str], out: str | os.PathLike[str] | N
     if not folder.exists():
         raise ValueError(f"{folder} does not exist; expected the log_dir of a run")
     file = folder / FILE_NAME if folder.is_dir() else folder
-    if not file.exists():
+    if not file.is_file():
         raise ValueError(f"{folder} holds no {FILE_NAME}; expected the log_dir of a run")
     steps = read_steps(file)
     if not steps:
         raise ValueError(f"{file} holds no steps yet")
-    return save_html(steps, file.parent / DEFAULT_NAME if out is None else out), len(steps)
+    try:
+        return save_html(steps, file.parent / DEFAULT_NAME if out is None else out), len(steps)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{file} holds values of the wrong kind: {error}") from error
 
 
 def _embedded(text: str) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 from dspy_combee.aggregation import SMALLEST_TREE, TreeAggregator
 from dspy_combee.batch_size import PowerLawBatchSize
 from dspy_combee.budget import Budget
+from dspy_combee.checks import digest_of
 from dspy_combee.records import ReflectionRecord
 from dspy_combee.sampling import EpochSampler, Place, Positions
 from dspy_combee.shuffle import default_num_groups, effective_duplication
@@ -102,6 +103,12 @@ class TraceBatches:
 
     def __len__(self) -> int:
         return len(self.traces)
+
+    @property
+    def digest(self) -> str:
+        """A digest of a few of the traces, by which a resumed run knows that they are the same."""
+        places = sorted({0, len(self.traces) // 3, len(self.traces) // 2, len(self.traces) - 1})
+        return digest_of(f"{trace.inputs} {trace.feedback}" for trace in (self.traces[place] for place in places))
 
     @property
     def is_spent(self) -> bool:

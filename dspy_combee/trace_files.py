@@ -63,12 +63,16 @@ def file_at(path: Path) -> TraceFile:
     return TraceFile(path, path.name, "whole" if path.suffix.lower() == ".json" else "lines", given=True)
 
 
-def walk(folder: Path, inside: str = "") -> Iterator[TraceFile | None]:
+MAX_DEPTH = 100
+
+
+def walk(folder: Path, inside: str = "", depth: int = 0) -> Iterator[TraceFile | None]:
     """The files of a folder that may hold traces, in sorted order, and None for each other file or link.
 
     Args:
         folder: The folder.
         inside: What the names of its files begin with.
+        depth: How deep it lies in the folder that the walk began with; below `MAX_DEPTH` it counts as unreadable.
     """
     trajectory = trajectory_of(folder)
     if trajectory:
@@ -85,7 +89,10 @@ def walk(folder: Path, inside: str = "") -> Iterator[TraceFile | None]:
             continue
         path, name, suffix = folder / entry.name, inside + entry.name, os.path.splitext(entry.name)[1].lower()
         if is_folder:
-            yield from walk(path, name + "/")
+            if depth >= MAX_DEPTH:
+                yield TraceFile(path, name, "folder")
+            else:
+                yield from walk(path, name + "/", depth + 1)
         elif suffix in (*_LINE_SUFFIXES, ".json") and entry.is_file(follow_symlinks=False):
             yield TraceFile(path, name, "whole" if suffix == ".json" else "lines")
         else:

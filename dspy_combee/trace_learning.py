@@ -25,6 +25,7 @@ from typing import Any
 import dspy
 
 from dspy_combee.batch_size import PowerLawBatchSize
+from dspy_combee.checks import digest_of
 from dspy_combee.errors import OutOfBudgetError, ReflectionError
 from dspy_combee.executor_options import make_executor
 from dspy_combee.lengths import estimate_tokens
@@ -325,8 +326,8 @@ class TraceRun:
         texts = repr(sorted(self.adapter.seed_candidate().items())).encode("utf-8", "backslashreplace")
         return {
             "program": hashlib.sha256(texts).hexdigest()[:16],
-            "traces": len(self.batches),
-            "valset": len(self.valset),
+            "traces": [len(self.batches), self.batches.digest],
+            "valset": [len(self.valset), digest_of(self.valset)],
             "seed": self.optimizer.seed,
         }
 

@@ -236,15 +236,20 @@ def load_traces(
 
 
 def redact_trace(trace: Trace, extra_secrets: Iterable[str] = ()) -> Trace:
-    """The trace with what looks like a secret replaced by `[redacted]`, in every field but the source."""
+    """The trace with what looks like a secret replaced by `[redacted]`, in every field."""
     secrets = tuple(extra_secrets)
     return replace(
         trace,
+        predictor=trace.predictor and redact(trace.predictor, secrets),
+        source=redact(trace.source, secrets),
         inputs=redact_data(trace.inputs, secrets),
         outputs=redact_data(trace.outputs, secrets),
         metadata=redact_data(trace.metadata, secrets),
         feedback=redact(trace.feedback, secrets),
-        steps=tuple(replace(step, text=redact(step.text, secrets)) for step in trace.steps),
+        steps=tuple(
+            replace(step, text=redact(step.text, secrets), tool=step.tool and redact(step.tool, secrets))
+            for step in trace.steps
+        ),
     )
 
 

@@ -89,7 +89,9 @@ def test_it_goes_on_from_a_playbook(tmp_path, scripted):
 
 
 def test_a_limit_reads_the_first_traces_only(folder, tmp_path, scripted, capsys):
-    assert learn(folder, "--out", tmp_path / "p", "--reflection-model", "x/y", "--limit", 4, "--epochs", 2) == 0
+    # The replies are of no use for these traces: nothing is learned, which the status says.
+    assert learn(folder, "--out", tmp_path / "p", "--reflection-model", "x/y", "--limit", 4, "--epochs", 2) == 1
+    assert not (tmp_path / "p").exists()
     assert "4 traces.\n" in (shown := capsys.readouterr().out)
     assert "of 8 traces" in shown
 

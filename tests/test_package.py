@@ -24,6 +24,7 @@ EXPORTED = [
     "CombeeResult",
     "Executor",
     "ExecutorError",
+    "FlatAggregator",
     "OutOfBudgetError",
     "Playbook",
     "PlaybookOptimizer",
@@ -37,7 +38,9 @@ EXPORTED = [
     "Rollout",
     "Spent",
     "StepRecord",
+    "SummarizeAggregator",
     "ThreadExecutor",
+    "TopKAggregator",
     "Trace",
     "TreeAggregator",
     "UnknownCostError",
@@ -179,6 +182,7 @@ PARTS = {
         "structured",
     },
     "playbook_run": {
+        "checks",
         "records",
         "errors",
         "executors",
@@ -207,6 +211,7 @@ PARTS = {
     "trace_rendering": {"records", "lengths", "program_traces", "trace_types"},
     "traces": {"redaction", "program_traces", "trace_files", "trace_formats", "trace_rendering", "trace_types"},
     "trace_batches": {
+        "checks",
         "records",
         "aggregation",
         "batch_size",
@@ -242,6 +247,7 @@ PARTS = {
         "secrecy",
     },
     "trace_learning": {
+        "checks",
         "records",
         "errors",
         "batch_size",
