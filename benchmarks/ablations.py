@@ -38,6 +38,7 @@ import dspy
 from dspy.utils.exceptions import LMError
 
 from benchmarks._cells import Models, Settings, judge, machine, run_program, timed, versions
+from benchmarks._options import above_zero, whole
 from benchmarks.run import SIMULATED, spread
 from benchmarks.tasks import LOSSES, SIZES, Pace, Task, load_task
 from dspy_combee import CombeeError, CombeeOptimizer, PlaybookOptimizer
@@ -242,13 +243,13 @@ def parser() -> argparse.ArgumentParser:
     add("--optimizer", choices=("combee", "playbook"), help="only this one")
     add("--task", choices=sorted(SIZES), default="conventions", help="what to learn (default: conventions)")
     add("--data", type=Path, metavar="FOLDER", help="the files of formula and finer (default: COMBEE_DATA)")
-    add("--seeds", type=int, help="runs of each cell (default: 3 for figure 6, 5 for figure 7)")
+    add("--seeds", type=whole, help="runs of each cell (default: 3 for figure 6, 5 for figure 7)")
     add("--model", help="the model that does the task, as dspy.LM takes it; without it all is simulated")
     add("--reflection-model", help="the model that reflects (default: the same)")
     add("--api-base", metavar="URL", help="address of the models' server")
-    add("--num-threads", type=int, default=64, help="calls in flight at most (default: 64)")
-    add("--factor", type=float, default=50, help="what simulated latencies are divided by (default: 50)")
-    add("--workers", type=int, help="processes (default: 2; 1 with --model)")
+    add("--num-threads", type=whole, default=64, help="calls in flight at most (default: 64)")
+    add("--factor", type=above_zero, default=50, help="what simulated latencies are divided by (default: 50)")
+    add("--workers", type=whole, help="processes (default: 2; 1 with --model)")
     return made
 
 

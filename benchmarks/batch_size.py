@@ -33,6 +33,7 @@ from typing import Any
 import dspy
 from gepa.proposer.reflective_mutation.base import CandidateSelector
 
+from benchmarks._options import whole
 from dspy_combee import CombeeOptimizer, CombeeResult, PowerLawBatchSize
 from dspy_combee.tasks import Task, conventions_task
 from dspy_combee.testing import Prompt, Reflector, Role, SimulatedLM, Student
@@ -200,8 +201,8 @@ def measure(server: Server, policy: PowerLawBatchSize, step: int, passes: int, s
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few sizes, one pass, times scaled down four times more")
-    parser.add_argument("--widths", type=int, nargs="+", default=[server.width for server in SERVERS])
-    parser.add_argument("--passes", type=int, help="how often the sweep times each size")
+    parser.add_argument("--widths", type=whole, nargs="+", default=[server.width for server in SERVERS])
+    parser.add_argument("--passes", type=whole, help="how often the sweep times each size")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if isinstance(sys.stdout, io.TextIOWrapper):

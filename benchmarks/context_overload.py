@@ -35,6 +35,7 @@ from dataclasses import dataclass, fields
 from importlib.metadata import version
 from statistics import mean
 
+from benchmarks._options import whole
 from benchmarks._overload_fit import FORMULA, Lengths, Model, fit_capacity, fit_power, sketches
 from benchmarks._overload_runs import (
     CALL_SECONDS,
@@ -259,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size.add_argument("--quick", action="store_true", help="few examples and sizes, no predictions")
     size.add_argument("--full", action="store_true", help="five seeds, and what the result depends on")
     size.add_argument("--fit", action="store_true", help="fit the models anew, print them, and stop")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one for each core)")
+    parser.add_argument("--workers", type=whole, default=os.cpu_count(), help="processes (default: one for each core)")
     options = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)

@@ -40,6 +40,7 @@ from benchmarks._cells import (
     run_cell,
     versions,
 )
+from benchmarks._options import above_zero, whole
 from benchmarks.tasks import LOSSES, SIZES, Pace, Task, load_task
 from dspy_combee.calls import FATAL_ERRORS
 from dspy_combee.demo import _quiet_logs
@@ -316,16 +317,16 @@ def parser() -> argparse.ArgumentParser:
     default = ["gepa", "combee", "flat", "top_k", "summarize", "playbook", "playbook_flat"]
     add("--optimizer", type=_names(OPTIMIZERS), default=default, help=f"of {', '.join(OPTIMIZERS)}")
     add("--minibatch-size", type=_sizes, default=[1, 5, 20, 50, "auto"], help="default: 1,5,20,50,auto")
-    add("--seeds", type=int, default=2, help="runs of each cell (default: 2)")
+    add("--seeds", type=whole, default=2, help="runs of each cell (default: 2)")
     add("--model", help="the model that does the task, as dspy.LM takes it; without it all is simulated")
     add("--reflection-model", help="the model that reflects (default: the same)")
     add("--api-base", metavar="URL", help="address of the models' server")
     add("--embedder", help="embedding model of top_k, as dspy.Embedder takes it (default: TF-IDF)")
-    add("--budget", type=int, default=600, help="metric calls of a run (default: 600)")
-    add("--epochs", type=float, default=1, help="passes of a playbook run (default: 1)")
-    add("--num-threads", type=int, default=32, help="calls in flight at most (default: 32)")
+    add("--budget", type=whole, default=600, help="metric calls of a run (default: 600)")
+    add("--epochs", type=above_zero, default=1, help="passes of a playbook run (default: 1)")
+    add("--num-threads", type=whole, default=32, help="calls in flight at most (default: 32)")
     add("--loss", choices=LOSSES, default="power", help="what the simulated reflection model loses (default: power)")
-    add("--factor", type=float, default=50, help="what simulated latencies are divided by (default: 50)")
+    add("--factor", type=above_zero, default=50, help="what simulated latencies are divided by (default: 50)")
     add("--out", type=Path, metavar="DIR", help="where finished runs, table and plots are kept (default: nowhere)")
     return made
 

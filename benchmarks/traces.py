@@ -33,6 +33,7 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # its price map i
 import dspy
 
 from benchmarks._cells import judge, run_program, timed, versions
+from benchmarks._options import above_zero
 from benchmarks.tasks import LOSSES, Pace
 from dspy_combee import Playbook, PlaybookOptimizer, Trace, traces_from
 from dspy_combee.demo import _quiet_logs
@@ -170,7 +171,7 @@ def print_table(loss: str, seeds: Sequence[int], factor: float | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one seed and no latencies")
-    parser.add_argument("--factor", type=float, default=FACTOR, help="what simulated latencies are divided by")
+    parser.add_argument("--factor", type=above_zero, default=FACTOR, help="what simulated latencies are divided by")
     parser.add_argument("--loss", choices=LOSSES, action="append", help="of the reflection model (default: both)")
     options = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
