@@ -27,6 +27,7 @@ DEFAULT_SECTION = "OTHERS"
 ID_PATTERN = r"[^\W\d_][\w-]*-[0-9]{1,15}"
 # Above any number that a playbook reaches by growing: larger ones come from elsewhere and do not move the counter.
 MAX_NUMBER = 10**12
+MAX_NEXT_NUMBER = 2 * MAX_NUMBER
 MAX_COUNT = 10**15
 
 _ID = re.compile(ID_PATTERN)

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from dspy_combee.bullets import (
-    MAX_NUMBER,
+    MAX_NEXT_NUMBER,
     SECTIONS,
     Bullet,
     Entry,
@@ -67,7 +67,7 @@ class Playbook:
         repeated = [name for name, count in Counter(bullet.id for bullet in bullets).items() if count > 1]
         if repeated:
             raise PlaybookError(f"ids that come more than once: {', '.join(repeated)}")
-        if type(self.next_number) is not int or not 1 <= self.next_number <= 2 * MAX_NUMBER:
+        if type(self.next_number) is not int or not 1 <= self.next_number <= MAX_NEXT_NUMBER:
             raise PlaybookError(f"next_number must be an int >= 1, not {self.next_number!r}")
         names = [*map(clean_section, self.sections), *(entry.section for entry in entries)]
         sections = tuple(name for name in dict.fromkeys(names) if name)

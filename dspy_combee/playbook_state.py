@@ -97,8 +97,10 @@ class StateFile:
             data = json.loads(read_whole(self.path))
             if data["format"] != _FORMAT or data["version"] != _VERSION:
                 raise ValueError(f"format {data['format']!r}, version {data['version']!r}")
-            saved = data["run"]
+            saved = dict(data["run"])
             state = _state_in(data)
+            if not state.playbooks or type(state.step) is not int:
+                raise ValueError("it has no playbooks, or its step is no number")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{self.path} is no state of a PlaybookOptimizer run: {error}") from error
         differing = sorted(name for name in {*saved, *self.run} if saved.get(name) != self.run.get(name))

@@ -30,7 +30,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from dspy_combee.bullets import ID_PATTERN, MAX_NUMBER, Bullet, Entry, PlaybookError, TextLine
+from dspy_combee.bullets import ID_PATTERN, MAX_NEXT_NUMBER, MAX_NUMBER, Bullet, Entry, PlaybookError, TextLine
 
 BEGIN = "===== PLAYBOOK BEGIN ====="
 END = "===== PLAYBOOK END ====="
@@ -249,7 +249,7 @@ class _Reader:
 
     def read_note(self, line: str) -> bool:
         if match := _NEXT_ID.fullmatch(line):
-            if not 1 <= int(match[1]) <= MAX_NUMBER:
+            if not 1 <= int(match[1]) <= MAX_NEXT_NUMBER:
                 return False
             self.next_number = max(self.next_number, int(match[1]))
             return True
