@@ -299,4 +299,6 @@ def test_a_refused_key_ends_the_run_at_once(engine, num_retries, where, provider
     assert not caught.value.transient
     assert provider.turned_away <= THREADS, "no call is tried again"
     assert isinstance(caught.value.best_program, dspy.Predict)
-    assert "Slowing down" not in caplog.text
+    # A client may meet a connection that an earlier server on this port has closed; that passes. A refusal does not.
+    slowed = [message for message in caplog.messages if message.startswith("Slowing down")]
+    assert all("Connection error" in message for message in slowed)
