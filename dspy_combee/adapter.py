@@ -193,17 +193,16 @@ class CombeeAdapter(DspyAdapter):
         objectives = [dict(rollout.objective_scores) for rollout in rollouts]
         outputs = [rollout.prediction for rollout in rollouts]
         return EvaluationBatch(
-            outputs=outputs if self.dumps is None else [self._savable(output) for output in outputs],
+            outputs=outputs if self.dumps is None else [self._savable(output, self.dumps) for output in outputs],
             scores=[rollout.score for rollout in rollouts],
             trajectories=[_trajectory(rollout) for rollout in rollouts] if capture_traces else None,
             objective_scores=objectives if any(objectives) else None,
         )
 
-    def _savable(self, output: Any) -> Any:
+    def _savable(self, output: Any, dumps: Callable[[Any], bytes]) -> Any:
         """The output as gepa can save it; its fields as text where it cannot be pickled or holds a secret."""
         try:
-            assert self.dumps is not None
-            if not holds_own_secret(self.dumps(output)):
+            if not holds_own_secret(dumps(output)):
                 return output
         except Exception as error:
             what = f"A prediction cannot be saved ({type(error).__name__}: {shorten(str(error), 100)})"
