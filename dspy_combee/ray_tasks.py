@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from dspy_combee.backoff import Backoff, Throttle
 from dspy_combee.errors import ExecutorError
@@ -97,27 +97,34 @@ class _Watchdog:
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
         self._over = threading.Event()
+        self._nowhere: IO[str] | None = None
         self._thread = threading.Thread(target=self._watch, name="dspy-combee-watchdog", daemon=True)
 
     def __enter__(self) -> _Watchdog:
         if self.timeout is not None:
+            self._nowhere = open(os.devnull, "w")
+            self._wind_up()  # Here, not in the thread: the first item could block before the thread gets to run.
             self._thread.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self.timeout is not None:
+        if self._nowhere is not None:
             self._over.set()
             self._thread.join()
+            faulthandler.cancel_dump_traceback_later()
+            self._nowhere.close()
+
+    @property
+    def _seconds(self) -> float:
+        return (self.timeout or 0.0) + _GRACE
+
+    def _wind_up(self) -> None:
+        # Its clock is kept by a thread that needs no interpreter.
+        faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._nowhere)
 
     def _watch(self) -> None:
-        seconds = (self.timeout or 0.0) + _GRACE
-        with open(os.devnull, "w") as nowhere:
-            while True:
-                # Its clock is kept by a thread that needs no interpreter.
-                faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
-                if self._over.wait(min(1.0, seconds / 4)):
-                    break
-            faulthandler.cancel_dump_traceback_later()
+        while not self._over.wait(min(1.0, self._seconds / 4)):
+            self._wind_up()
 
 
 @dataclass(frozen=True)
