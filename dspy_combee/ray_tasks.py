@@ -97,34 +97,35 @@ class _Watchdog:
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
         self._over = threading.Event()
-        self._nowhere: IO[str] | None = None
-        self._thread = threading.Thread(target=self._watch, name="dspy-combee-watchdog", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> _Watchdog:
         if self.timeout is not None:
-            self._nowhere = open(os.devnull, "w")
-            self._wind_up()  # Here, not in the thread: the first item could block before the thread gets to run.
+            nowhere = open(os.devnull, "w")
+            seconds = self.timeout + _GRACE
+            self._thread = threading.Thread(
+                target=self._watch, args=(nowhere, seconds), name="dspy-combee-watchdog", daemon=True
+            )
+            # Wound up here already: an item could block before that thread gets to run.
+            self._wind_up(nowhere, seconds)
             self._thread.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._nowhere is not None:
+        if self._thread is not None:
             self._over.set()
             self._thread.join()
+
+    def _watch(self, nowhere: IO[str], seconds: float) -> None:
+        with nowhere:
+            while not self._over.wait(min(1.0, seconds / 4)):
+                self._wind_up(nowhere, seconds)
             faulthandler.cancel_dump_traceback_later()
-            self._nowhere.close()
 
-    @property
-    def _seconds(self) -> float:
-        return (self.timeout or 0.0) + _GRACE
-
-    def _wind_up(self) -> None:
+    @staticmethod
+    def _wind_up(nowhere: IO[str], seconds: float) -> None:
         # Its clock is kept by a thread that needs no interpreter.
-        faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._nowhere)
-
-    def _watch(self) -> None:
-        while not self._over.wait(min(1.0, self._seconds / 4)):
-            self._wind_up()
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
 
 @dataclass(frozen=True)
