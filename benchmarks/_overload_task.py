@@ -15,9 +15,9 @@ from typing import Any
 
 import dspy
 
-from dspy_combee.playbook_simulation import PlaybookCurator, PlaybookMerge, PlaybookReflector
-from dspy_combee.tasks import FeedbackMetric, Task
 from dspy_combee.testing import Loss, SimulatedLM, Student
+from dspy_combee.testing.playbook_simulation import PlaybookCurator, PlaybookMerge, PlaybookReflector
+from dspy_combee.testing.tasks import FeedbackMetric, Task
 
 LINES = 3
 BASE_ABILITY = 0.5

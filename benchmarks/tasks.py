@@ -22,9 +22,6 @@ from typing import Any
 import dspy
 
 from dspy_combee.demo import _answer_key
-from dspy_combee.finance import DATA_VARIABLE
-from dspy_combee.playbook_simulation import playbook_roles
-from dspy_combee.tasks import FINER_FILE, FORMULA_FILE, Task, conventions_task, finer_task, formula_task
 from dspy_combee.testing import (
     CapacityLoss,
     Loss,
@@ -37,6 +34,9 @@ from dspy_combee.testing import (
     find_lessons,
     read_code,
 )
+from dspy_combee.testing.finance import DATA_VARIABLE
+from dspy_combee.testing.playbook_simulation import playbook_roles
+from dspy_combee.testing.tasks import FINER_FILE, FORMULA_FILE, Task, conventions_task, finer_task, formula_task
 
 SPLIT_SEED = 0
 FORMULA_VALIDATION_FILE = "formula_val_subset_300.jsonl"

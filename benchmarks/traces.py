@@ -37,9 +37,9 @@ from benchmarks._options import above_zero
 from benchmarks.tasks import LOSSES, Pace
 from dspy_combee import Playbook, PlaybookOptimizer, Trace, traces_from
 from dspy_combee.demo import _quiet_logs
-from dspy_combee.playbook_simulation import playbook_roles
-from dspy_combee.tasks import Task, conventions_task
 from dspy_combee.testing import CapacityLoss, PowerLoss, Role, SimulatedLM, Student, count_tokens, read_code
+from dspy_combee.testing.playbook_simulation import playbook_roles
+from dspy_combee.testing.tasks import Task, conventions_task
 from dspy_combee.traces import TraceMessage, render_trace
 
 NUM_TRACES, NUM_HELD_OUT = 60, 80

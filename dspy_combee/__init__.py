@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dspy_combee.ace.result import PlaybookResult
     from dspy_combee.aggregation import Aggregator, TreeAggregator
     from dspy_combee.baselines import FlatAggregator, SummarizeAggregator, TopKAggregator
     from dspy_combee.batch_size import BatchSizeFit, PowerLawBatchSize
-    from dspy_combee.bullets import Bullet
     from dspy_combee.errors import (
         CombeeError,
         ExecutorError,
@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     )
     from dspy_combee.executors import Executor, ThreadExecutor
     from dspy_combee.optimizer import CombeeOptimizer
-    from dspy_combee.playbook import Playbook
+    from dspy_combee.playbook import Bullet, Playbook
     from dspy_combee.playbook_optimizer import PlaybookOptimizer
-    from dspy_combee.playbook_result import PlaybookResult
     from dspy_combee.proposer import CombeeProposer
     from dspy_combee.ray_executor import RayExecutor
     from dspy_combee.records import ProposalNode, Reduction, Rollout, Spent, StepRecord, Usage
@@ -71,7 +70,7 @@ __all__ = [
 _HOMES = {
     "Aggregator": "aggregation",
     "BatchSizeFit": "batch_size",
-    "Bullet": "bullets",
+    "Bullet": "playbook",
     "CombeeError": "errors",
     "CombeeOptimizer": "optimizer",
     "CombeeProposer": "proposer",
@@ -82,7 +81,7 @@ _HOMES = {
     "OutOfBudgetError": "errors",
     "Playbook": "playbook",
     "PlaybookOptimizer": "playbook_optimizer",
-    "PlaybookResult": "playbook_result",
+    "PlaybookResult": "ace.result",
     "PowerLawBatchSize": "batch_size",
     "ProposalNode": "records",
     "ProviderError": "errors",

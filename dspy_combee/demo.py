@@ -22,7 +22,6 @@ import dspy
 from dspy.utils.exceptions import AdapterParseError, LMError
 
 from dspy_combee import CombeeError, CombeeOptimizer, ThreadExecutor
-from dspy_combee.tasks import Task, conventions_task, finer_task, formula_task, shuffled_feedback
 from dspy_combee.testing import (
     AnswerKey,
     CapacityLoss,
@@ -37,6 +36,7 @@ from dspy_combee.testing import (
     find_lessons,
     read_code,
 )
+from dspy_combee.testing.tasks import Task, conventions_task, finer_task, formula_task, shuffled_feedback
 
 DESCRIPTION = """\
 Learn a task with CombeeOptimizer and print what it brought: accuracy on held-out examples before and after, beside

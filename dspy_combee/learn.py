@@ -22,9 +22,10 @@ from dspy_combee.errors import CombeeError, ReflectionError
 from dspy_combee.playbook import Playbook
 from dspy_combee.playbook_optimizer import PlaybookOptimizer
 from dspy_combee.playbook_records import PlaybookStep
-from dspy_combee.playbook_simulation import playbook_roles
 from dspy_combee.testing import SimulatedLM
-from dspy_combee.traces import FORMATS, ON_ERROR, Trace, TraceCollection, TraceError, load_traces
+from dspy_combee.testing.playbook_simulation import playbook_roles
+from dspy_combee.traces import Trace, TraceCollection, TraceError, load_traces
+from dspy_combee.traces.collection import FORMATS, ON_ERROR
 
 DESCRIPTION = """\
 Grow a playbook from the traces in a file or a folder: short bullets of advice that an assistant can be given. Nothing

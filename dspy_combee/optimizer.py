@@ -283,11 +283,11 @@ class CombeeOptimizer(dspy.GEPA):
             raise AssertionError("Teacher is not supported in DspyGEPA yet.")
         learned = None
         if traces is None:
-            from dspy_combee.trace_state import refuse_trace_state
+            from dspy_combee.trace_learning.state import refuse_trace_state
 
             refuse_trace_state(self.log_dir)
         else:
-            from dspy_combee.trace_learning import TraceRun
+            from dspy_combee.trace_learning.learning import TraceRun
 
             learned = TraceRun(self, student, traces, trainset or (), valset)
             learned.execute()

@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 from dspy.teleprompt.teleprompt import Teleprompter
 
+from dspy_combee.ace.options import PlaybookOptions
+from dspy_combee.ace.run import PlaybookRun
 from dspy_combee.aggregation import Aggregator
 from dspy_combee.batch_size import PowerLawBatchSize
 from dspy_combee.checks import check_examples
 from dspy_combee.executors import Executor
 from dspy_combee.playbook import Playbook
-from dspy_combee.playbook_options import PlaybookOptions
 from dspy_combee.playbook_records import PlaybookStep
-from dspy_combee.playbook_run import PlaybookRun
 from dspy_combee.traces import Trace
 
 

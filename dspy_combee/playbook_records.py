@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from dspy_combee.deltas import Add, Applied, Conflict, Delta, Merge, Refused, Remove, Update
-from dspy_combee.pruning import Pruned
+from dspy_combee.playbook.deltas import Add, Applied, Conflict, Delta, Merge, Refused, Remove, Update
+from dspy_combee.playbook.pruning import Pruned
 from dspy_combee.records import ProposalNode, StepRecord, Usage
 
 LESSON_FIELDS = ("what_went_wrong", "root_cause", "correct_approach", "key_insight")

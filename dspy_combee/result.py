@@ -17,7 +17,7 @@ from dspy_combee.steps import REPEATED, StepRecorder
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from dspy_combee.trace_learning import TraceRun
+    from dspy_combee.trace_learning.learning import TraceRun
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,19 @@ class CombeeResult(DspyGEPAResult):
         Args:
             path: The file; one that is there is replaced.
         """
-        from dspy_combee import report
+        from dspy_combee.report import page
 
-        report.save_html(self.steps, path)
+        page.save_html(self.steps, path)
 
     def plot_scores(self, ax: Axes | None = None) -> Axes:
         """Plot the best score over metric calls; see `plots.plot_scores`. Needs the extra `report`."""
-        from dspy_combee import plots
+        from dspy_combee.report import plots
 
         return plots.plot_scores(self.steps, ax)
 
     def plot_delay(self, ax: Axes | None = None) -> Axes:
         """Plot the delay curve with its fit and choice; see `plots.plot_delay`. Needs the extra `report`."""
-        from dspy_combee import plots
+        from dspy_combee.report import plots
 
         return plots.plot_delay(self.steps, ax)
 
@@ -89,7 +89,7 @@ class CombeeResult(DspyGEPAResult):
             component: The component. Default: the step's first.
             ax: Where to draw. Default: a new figure.
         """
-        from dspy_combee import plots
+        from dspy_combee.report import plots
 
         return plots.plot_tree(self.steps, iteration, component, ax)
 

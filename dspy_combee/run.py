@@ -37,7 +37,7 @@ from dspy_combee.steps import StepRecorder
 from dspy_combee.tracking import StepTracking, has_wandb_run
 
 if TYPE_CHECKING:
-    from dspy_combee.trace_learning import TraceRun
+    from dspy_combee.trace_learning.learning import TraceRun
 
 logger = logging.getLogger("dspy_combee")
 

@@ -7,10 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 from dspy_combee.batch_size import BatchSizeFit
-from dspy_combee.bullets import Bullet
-from dspy_combee.deltas import Applied, Conflict, Refused, delta_from
+from dspy_combee.playbook.bullets import Bullet
+from dspy_combee.playbook.deltas import Applied, Conflict, Refused, delta_from
+from dspy_combee.playbook.pruning import Pruned
 from dspy_combee.playbook_records import CuratorNode, PlaybookChange, PlaybookStep, Reflection, describe
-from dspy_combee.pruning import Pruned
 from dspy_combee.records import ProposalNode, Reduction, StepRecord, Usage
 
 

@@ -14,8 +14,8 @@ from dspy import lm15
 from benchmarks import _cells, ablations, run, tasks
 from benchmarks._cells import OPTIMIZERS, Cell, Outcome, Settings, Store
 from benchmarks.run import Row, Table
-from dspy_combee.tasks import FINER_FILE, FORMULA_FILE
 from dspy_combee.testing import CapacityLoss, Prompt, SimulatedLM
+from dspy_combee.testing.tasks import FINER_FILE, FORMULA_FILE
 
 from .test_tasks import DATA, finer_row, formula_row, needs_data, write
 

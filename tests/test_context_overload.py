@@ -10,9 +10,9 @@ from benchmarks import context_overload
 from benchmarks._overload_fit import FORMULA, sketches
 from benchmarks._overload_runs import CALL_SECONDS, WIDTH, Arm, run, simulated_seconds
 from benchmarks._overload_task import WORDINGS, Novelty, overload_lm, overload_task, post_lines
-from dspy_combee.near_duplicates import TokenJaccard
-from dspy_combee.playbook_simulation import PlaybookCurator
+from dspy_combee.playbook.near_duplicates import TokenJaccard
 from dspy_combee.testing import CapacityLoss, Lesson, PowerLoss, SimulatedLM, find_lessons
+from dspy_combee.testing.playbook_simulation import PlaybookCurator
 
 CURATE = dspy.Signature("playbook: str, reflections: list[dict] -> operations: list[dict]")
 

@@ -10,8 +10,8 @@ from dspy.teleprompt import Teleprompter
 
 from dspy_combee import Bullet, Playbook, PlaybookOptimizer, PlaybookResult, PowerLawBatchSize, StepRecord
 from dspy_combee.baselines import TopKAggregator
-from dspy_combee.bullets import SECTIONS
 from dspy_combee.playbook import attach, playbooks_in
+from dspy_combee.playbook.bullets import SECTIONS
 from dspy_combee.playbook_records import PlaybookStep
 from dspy_combee.testing import ScriptedLM
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_combee.deltas import Add
-from dspy_combee.near_duplicates import EmbeddingCosine, TokenJaccard, profile
 from dspy_combee.playbook import Bullet, Playbook, PlaybookError, TextLine
-from dspy_combee.pruning import estimate_tokens, unite_adds
+from dspy_combee.playbook.deltas import Add
+from dspy_combee.playbook.near_duplicates import EmbeddingCosine, TokenJaccard, profile
+from dspy_combee.playbook.pruning import estimate_tokens, unite_adds
 
 UNITE = [
     ("Check the units.", "check the units"),

@@ -10,7 +10,7 @@ import dspy
 import pytest
 
 from dspy_combee import Playbook, PowerLawBatchSize
-from dspy_combee.playbook_state import RunState, StateFile
+from dspy_combee.ace.state import RunState, StateFile
 from dspy_combee.records import Spent, Usage
 
 from .lessons import Chain, examples
@@ -23,7 +23,7 @@ SCRIPT = """
 import json, os, signal, sys
 sys.path.insert(0, {root!r})
 import dspy
-from dspy_combee import playbook_state
+from dspy_combee.ace import state
 from tests.lessons import Chain, examples
 from tests.playbook_lessons import all_text, is_curator, is_reflector, learn, playbook_lm
 

@@ -4,9 +4,9 @@ import dspy
 import pytest
 
 from dspy_combee import Playbook, PlaybookOptimizer
-from dspy_combee.playbook_simulation import playbook_roles
-from dspy_combee.tasks import conventions_task
 from dspy_combee.testing import CapacityLoss, PowerLoss, SimulatedLM, find_lessons
+from dspy_combee.testing.playbook_simulation import playbook_roles
+from dspy_combee.testing.tasks import conventions_task
 
 LOSSLESS = CapacityLoss(10**6)
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from dspy_combee.bullets import SECTIONS
-from dspy_combee.deltas import Add, Merge, Remove, Update
 from dspy_combee.playbook import Bullet, Playbook, PlaybookError, TextLine, attach, detach
-from dspy_combee.playbook_text import BEGIN, END
+from dspy_combee.playbook.bullets import SECTIONS
+from dspy_combee.playbook.deltas import Add, Merge, Remove, Update
+from dspy_combee.playbook.text import BEGIN, END
 
 # What a content may hold that a reader could trip over. Joined at random with any characters between.
 FRAGMENTS = [

@@ -19,7 +19,7 @@ from dspy.clients import base_lm
 from dspy_combee import CombeeOptimizer
 from dspy_combee.backoff import Backoff
 from dspy_combee.executors import ThreadExecutor
-from dspy_combee.fake_engine import FakeEngine, FakeLM, Reply
+from dspy_combee.testing.fake_engine import FakeEngine, FakeLM, Reply
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,7 +14,7 @@ import pytest
 from dspy_combee import Playbook, StepRecord
 from dspy_combee.playbook_records import PlaybookStep
 from dspy_combee.report import report_main
-from dspy_combee.report_data import page_data
+from dspy_combee.report.data import page_data
 from dspy_combee.step_log import FILE_NAME, StepLog, read_steps
 from dspy_combee.step_reading import step_from_dict
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import dspy
 import pytest
 
-from dspy_combee.finance import parse_number
-from dspy_combee.tasks import (
+from dspy_combee.testing import count_tokens, find_lessons
+from dspy_combee.testing.finance import parse_number
+from dspy_combee.testing.tasks import (
     FINER_FILE,
     FORMULA_FILE,
     Task,
@@ -20,7 +21,6 @@ from dspy_combee.tasks import (
     formula_task,
     shuffled_feedback,
 )
-from dspy_combee.testing import count_tokens, find_lessons
 
 DATA = Path(os.environ.get("COMBEE_DATA") or Path(__file__).parents[2] / "shared" / "data")
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the finance data is not here (COMBEE_DATA)")

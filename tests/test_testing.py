@@ -284,7 +284,7 @@ class TestLoss:
         assert CapacityLoss(4).keep(LESSONS[:2], 1, random.Random(1)) == LESSONS[:2]
 
     def test_the_default_one_record_prompt_is_the_size_of_one(self):
-        from dspy_combee.tasks import conventions_task
+        from dspy_combee.testing.tasks import conventions_task
 
         task = conventions_task()
         sizes = []

@@ -14,8 +14,8 @@ from dspy_combee import CombeeResult, PowerLawBatchSize, ReflectionError, TreeAg
 from dspy_combee.lengths import estimate_tokens
 from dspy_combee.report import html_page
 from dspy_combee.testing import SimulatedLM
-from dspy_combee.trace_batches import CONTEXT_TOKENS, context_tokens, group_tokens, trace_sizer
-from dspy_combee.trace_state import TraceState, TraceStateFile
+from dspy_combee.trace_learning.batches import CONTEXT_TOKENS, context_tokens, group_tokens, trace_sizer
+from dspy_combee.trace_learning.state import TraceState, TraceStateFile
 
 from .lessons import (
     Chain,

@@ -14,18 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_combee import trace_io
 from dspy_combee.errors import CombeeError
-from dspy_combee.trace_types import KINDS
 from dspy_combee.traces import (
     Trace,
     TraceCounts,
     TraceError,
     TraceMessage,
+    files,
+    io,
     load_traces,
     redact_trace,
     save_traces,
 )
+from dspy_combee.traces.types import KINDS
 
 SAMPLES = Path(__file__).parent / "data" / "traces"
 ALPHA, BETA, GAMMA = SAMPLES / "job/alpha__1", SAMPLES / "job/beta__1", SAMPLES / "job/gamma"
@@ -353,7 +354,7 @@ def test_a_line_that_is_not_utf8_or_too_long(tmp_path, monkeypatch):
     good = b'{"inputs": {}, "score": 1}\n'
     path.write_bytes(b"\xef\xbb\xbf" + good + b'{"inputs": {"x": "\xff"}, "score": 1}\n' + good)
     assert error_of(path).startswith(f"{path}:2: not UTF-8: invalid start byte at byte 18")
-    for module in (trace_io, sys.modules["dspy_combee.trace_files"]):
+    for module in (io, files):
         monkeypatch.setattr(module, "MAX_BYTES", 100)
     path.write_bytes(good + b"x" * 1000 + b"\n" + good + b"y" * 101)
     traces = load_traces(path, on_error="skip")

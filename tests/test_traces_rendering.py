@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from dspy_combee.aggregation import TreeAggregator
 from dspy_combee.lengths import estimate_tokens
 from dspy_combee.records import ReflectionRecord
-from dspy_combee.trace_rendering import MIN_RECORD_TOKENS, allot, cut
-from dspy_combee.trace_types import KINDS
 from dspy_combee.traces import Trace, TraceMessage, render_trace, to_record
+from dspy_combee.traces.rendering import MIN_RECORD_TOKENS, allot, cut
+from dspy_combee.traces.types import KINDS
 
 WORDS = ("the", "agent", "reads", "a", "file", "and", "finds", "nothing", "of", "use", "elsewhere")
 

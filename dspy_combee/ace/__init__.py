@@ -1,0 +1,1 @@
+"""The ACE loop over playbooks, part by part; its front door is `PlaybookOptimizer`."""
