@@ -144,6 +144,8 @@ def test_related_deltas_are_found():
         Relation("operations on the same bullets", (4, 5)),
     ]
     assert find_relations(deltas, covered={0, 2}) == find_relations(deltas)[1:]
+    besides_a_removal = [Remove("calc-00001"), Update("calc-00001", "one"), Update("calc-00001", "two")]
+    assert find_relations(besides_a_removal) == [Relation("updates of one bullet", (1, 2))]
 
 
 # Decisions

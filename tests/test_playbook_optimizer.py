@@ -13,6 +13,7 @@ from dspy_combee.baselines import TopKAggregator
 from dspy_combee.playbook import attach, playbooks_in
 from dspy_combee.playbook.bullets import SECTIONS
 from dspy_combee.playbook_records import PlaybookStep
+from dspy_combee.provenance import surviving_nodes
 from dspy_combee.testing import ScriptedLM
 
 from .lessons import Chain, examples, instruction, metric, numbers_in, rules_in
@@ -259,6 +260,31 @@ def test_conflicting_updates_go_to_the_merge_call():
     assert contents(program) == ["all of it"]
     program = learn(playbook_lm(curator=curator), n_train=9, minibatch_size=9, playbook=START)
     assert [item.kind for item in program.detailed_results.steps[0].conflicts] == ["updates"]
+
+
+@pytest.mark.parametrize("n", [2, 9])
+@pytest.mark.parametrize("aggregator", ["tree", "flat", "summarize"])
+def test_conflicting_updates_in_one_reply_go_to_the_merge_call(n, aggregator):
+    """With n = 2 there is one curator; with 9, three who say the same, which the tree takes for one."""
+    updates = [{"type": "UPDATE", "id": "misc-00007", "content": text, "reflection_ids": []} for text in ("one", "two")]
+    removal = {"type": "REMOVE", "id": "misc-00007", "reason": "", "reflection_ids": []}
+    combine = {"decisions": [{"type": "COMBINE", "deltas": ["d0", "d1"], "content": "one and two"}]}
+
+    def run(operations, merge):
+        summary = (lambda prompt: "summary" in prompt.output_fields, {"summary": "short"})
+        lm = playbook_lm(summary, curator={"operations": operations}, merge=merge)
+        program = learn(lm, n_train=n, minibatch_size=n, playbook=START, aggregator=aggregator)
+        (step,) = program.detailed_results.steps
+        return contents(program), step, sum(is_merge(call.prompt) for call in lm.calls)
+
+    learned, step, merges = run([*updates, removal], combine)
+    assert (learned, merges) == (["one and two"], 1)
+    assert step.reductions[0].nodes[-1].prompt
+    assert set(surviving_nodes(step.reductions[0])) == {node.id for node in step.nodes}
+    learned, step, merges = run(updates, "no reply of use")
+    assert (learned, merges) == (["two"], 2), "settled by support, after the call has failed twice"
+    assert [item.kind for item in step.conflicts] == ["updates"]
+    assert run([updates[0], removal, updates[0]], combine)[2] == 0
 
 
 def test_a_bullet_that_stands_already_is_not_added_again():

@@ -14,16 +14,24 @@ from typing import Any, Literal
 import dspy
 from pydantic import Field
 
-from dspy_combee.ace.delta_merge import DecisionReader, Relation, covering_bullets, find_relations, unite_deltas
+from dspy_combee.ace.delta_merge import (
+    DecisionReader,
+    Relation,
+    covering_bullets,
+    find_relations,
+    has_rival_updates,
+    unite_deltas,
+)
 from dspy_combee.ace.structured import AsGiven, ask
-from dspy_combee.aggregation import NodeCall
+from dspy_combee.aggregation import NodeCall, ReductionTask
 from dspy_combee.calls import LMCallResult, UsageMeter
+from dspy_combee.executors import Executor
 from dspy_combee.playbook import Playbook
 from dspy_combee.playbook.bullets import PlaybookError
 from dspy_combee.playbook.deltas import Batch, Delta, Refused, delta_from
 from dspy_combee.playbook.near_duplicates import NearDuplicates
 from dspy_combee.playbook_records import CuratorNode, describe
-from dspy_combee.records import ProposalNode, Usage
+from dspy_combee.records import ProposalNode, Reduction, Usage
 from dspy_combee.text import as_data, repair
 
 
@@ -186,6 +194,34 @@ class CuratorCalls:
         given = [decision.given for decision in result.value.decisions]
         decided = DecisionReader(deltas, relations, playbook).read(given)
         return _node(node_call, decided.deltas, result, refused=decided.refused)
+
+
+def merge_rival_updates(
+    tasks: Sequence[ReductionTask], reductions: Sequence[Reduction], calls: CuratorCalls, executor: Executor
+) -> list[Reduction]:
+    """The reductions, after a merge call for each that no merge has seen and in which UPDATEs of one bullet differ.
+
+    Such a reduction is a single curator's reply, or several equal ones.
+
+    Args:
+        tasks: What was reduced.
+        reductions: What the aggregator made of it.
+        calls: Makes the calls.
+        executor: Runs them.
+    """
+    made = list(reductions)
+    asked: dict[int, NodeCall] = {}
+    for place, (task, reduction) in enumerate(zip(tasks, made, strict=False)):
+        if reduction.text is None or not has_rival_updates(reduction.text):
+            continue
+        proposals = {node.id for node in reduction.nodes if isinstance(node.output, tuple)}
+        roots = [node for node in reduction.nodes if node.output == reduction.text]
+        if all(proposals.isdisjoint(root.inputs) for root in roots):
+            inputs = tuple(root.id for root in roots)
+            asked[place] = NodeCall(task, "merge", "merge", inputs, (reduction.text,))
+    for place, node in zip(asked, executor.map(calls, list(asked.values())) if asked else (), strict=True):
+        made[place] = replace(made[place], text=node.output, nodes=(*made[place].nodes, node))
+    return made
 
 
 def read_operations(

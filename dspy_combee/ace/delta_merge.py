@@ -149,14 +149,20 @@ def find_relations(deltas: Sequence[Delta], covered: Collection[int] = ()) -> li
             users.setdefault(bullet_id, []).append(place)
     clashes: list[tuple[int, int]] = []
     for places in users.values():
-        kinds = {type(deltas[place]) for place in places}
-        if len(places) > 1 and (kinds == {Update} or Merge in kinds):
-            clashes += [(places[0], place) for place in places[1:]]
+        merged = any(isinstance(deltas[place], Merge) for place in places)
+        clashing = places if merged else [place for place in places if isinstance(deltas[place], Update)]
+        clashes += [(clashing[0], place) for place in clashing[1:]]
     for group in _groups(clashes):
         only_updates = all(isinstance(deltas[place], Update) for place in group)
         kind = "updates of one bullet" if only_updates else "operations on the same bullets"
         relations.append(Relation(kind, group))
     return relations
+
+
+def has_rival_updates(deltas: Sequence[Delta]) -> bool:
+    """Whether UPDATEs of one bullet differ."""
+    updates = {(delta.id, delta.content) for delta in deltas if isinstance(delta, Update)}
+    return len(updates) > len({bullet_id for bullet_id, _ in updates})
 
 
 def touched_ids(deltas: Sequence[Delta]) -> set[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dspy_combee.ace.curation import CuratorCalls
+from dspy_combee.ace.curation import CuratorCalls, merge_rival_updates
 from dspy_combee.ace.delta_merge import settle
 from dspy_combee.ace.options import PlaybookOptions
 from dspy_combee.ace.program import PlaybookProgram, Playbooks
@@ -300,6 +300,7 @@ class PlaybookLearner:
             self.options.reflection_lm, self.meter, frozen, self.near_duplicates, self.options.reflection_timeout
         )
         reductions = self.aggregator.aggregate(tasks, calls, self.guard)
+        reductions = merge_rival_updates(tasks, reductions, calls, self.guard)
         for reduction in reductions:
             if reduction.error is not None:
                 logger.warning("No deltas for the playbook of %r: %s", reduction.component, reduction.error)
