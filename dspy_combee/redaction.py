@@ -1,6 +1,7 @@
 """Redaction: values that look like secrets become `[redacted]`. Pure, and without imports from the package.
 
-What counts as a secret (`redact` goes by the look of the text, `redact_data` by the keys of mappings too):
+What counts as a secret (`redact` goes by the look of the text, `redact_data` by the keys of mappings too, and then
+replaces all texts in a list or a mapping under such a name):
 
 - **Keys of providers**, by their prefix: OpenAI, Anthropic, OpenRouter, DeepSeek and Langfuse (`sk-...`, with a
   digit and 20 characters or more), Google (`AIza...`, `ya29....`, `GOCSPX-...`), AWS (`AKIA...`, `ASIA...`), GitHub
@@ -97,7 +98,8 @@ _NAMED = re.compile(
     re.IGNORECASE,
 )
 _OPTION = re.compile(rf"(--(?:[a-z]{{1,20}}-){{0,3}}(?:{_NAMES}|token)[ \t]{{1,4}})({_VALUE})", re.IGNORECASE)
-_SECRET_NAME = re.compile(rf"(?:^|[^A-Za-z]|(?<=[a-z])(?=[A-Z]))(?:{_NAMES})[0-9]?$", re.IGNORECASE)
+# Of data; there the plural names a list or an object of them.
+_SECRET_NAME = re.compile(rf"(?:^|[^A-Za-z]|(?<=[a-z])(?=[A-Z]))(?:{_NAMES})[s0-9]?$", re.IGNORECASE)
 _TOKEN_NAME = re.compile(r"token[0-9]?$", re.IGNORECASE)
 
 _NO_VALUES = re.compile(
@@ -117,6 +119,10 @@ def _is_value(value: str, shortest: int = 4) -> bool:
     if len(value) < shortest or value.startswith(_STARTS_NO_VALUE) or _NO_VALUES.fullmatch(value.rstrip(".!?")):
         return False
     return not set(value) <= _MASK
+
+
+def _is_any_value(value: str) -> bool:
+    return _is_value(value, shortest=1)
 
 
 def _is_token(value: str) -> bool:
@@ -212,7 +218,7 @@ def redact(text: str, extra_secrets: Iterable[str] = ()) -> str:
 
 
 def redact_data(value: Any, extra_secrets: Iterable[str] = ()) -> Any:
-    """`value` with every text in it redacted, and with the texts that stand under a secret's name.
+    """`value` with every text in it redacted, and with the texts that stand under a secret's name, however deep.
 
     Mappings become dicts, lists and tuples stay what they are; every other object is passed by reference.
 
@@ -220,27 +226,29 @@ def redact_data(value: Any, extra_secrets: Iterable[str] = ()) -> Any:
         value: Plain data, such as JSON gives.
         extra_secrets: As in `redact`.
     """
-    secrets = _checked(extra_secrets)
+    return _redact_value(value, _checked(extra_secrets), None)
+
+
+def _redact_value(value: Any, secrets: tuple[str, ...], is_secret: Callable[[str], bool] | None) -> Any:
     if isinstance(value, str):
-        return redact(value, secrets)
+        return REDACTED if is_secret is not None and is_secret(value) else redact(value, secrets)
     if isinstance(value, Mapping):
-        return {_redact_key(key, secrets): _redact_item(key, item, secrets) for key, item in value.items()}
+        return {
+            redact(key, secrets) if isinstance(key, str) else key: _redact_value(item, secrets, _rule(key, is_secret))
+            for key, item in value.items()
+        }
     if type(value) in (list, tuple):
-        return type(value)(redact_data(item, secrets) for item in value)
+        return type(value)(_redact_value(item, secrets, is_secret) for item in value)
     return value
 
 
-def _redact_key(key: Any, secrets: tuple[str, ...]) -> Any:
-    return redact(key, secrets) if isinstance(key, str) else key
-
-
-def _redact_item(key: Any, item: Any, secrets: tuple[str, ...]) -> Any:
-    if isinstance(key, str) and isinstance(item, str):
-        if _SECRET_NAME.search(key) and _is_value(item, shortest=1):
-            return REDACTED
-        if _TOKEN_NAME.search(key) and _is_token(item):
-            return REDACTED
-    return redact_data(item, secrets)
+def _rule(key: Any, above: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
+    """What makes a text under this key a secret; `above` is the rule for the mapping, the stricter one stays."""
+    if above is _is_any_value or not isinstance(key, str):
+        return above
+    if _SECRET_NAME.search(key):
+        return _is_any_value
+    return _is_token if _TOKEN_NAME.search(key) else above
 
 
 def _checked(secrets: Iterable[str]) -> tuple[str, ...]:

@@ -195,3 +195,57 @@ def test_data():
     harmless = {"token": "Hello", "tokens": ["a"], "key": "value", "password_hint": "blue", "monkey": "abc", 3: "x"}
     assert redact_data(harmless) == harmless
     assert redact_data(5) == 5
+
+
+NESTED = [
+    ({"password": ["pw", "q"]}, {"password": [REDACTED, REDACTED]}),
+    ({"passwords": ("pw",)}, {"passwords": (REDACTED,)}),
+    ({"api_keys": {"openai": "abc", 3: ["d"]}}, {"api_keys": {"openai": REDACTED, 3: [REDACTED]}}),
+    ({"secret": {"token": "Hello", "length": 5}}, {"secret": {"token": REDACTED, "length": 5}}),
+    ({"token": {"value": ALNUM, "kind": "jwt"}}, {"token": {"value": REDACTED, "kind": "jwt"}}),
+    ({"token": [{"password": "pw"}]}, {"token": [{"password": REDACTED}]}),
+    (
+        [{"a": {"client_secret": [["pw"], None, "<secret>"]}}],
+        [{"a": {"client_secret": [[REDACTED], None, "<secret>"]}}],
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "expected"), NESTED)
+def test_lists_and_mappings_under_a_secret_name(data, expected):
+    assert redact_data(data) == expected
+    assert redact_data(expected) == expected
+
+
+json_keys = st.sampled_from(["value", "tokens", "token", "kind", "password", ""])
+counts = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(json_keys, inner, max_size=3),
+)
+texts_of_secrets = st.recursive(
+    st.just("hunter-Zq") | st.integers(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(json_keys, inner, max_size=3),
+)
+
+
+def without_texts(value):
+    if isinstance(value, dict):
+        return {key: without_texts(item) for key, item in value.items()}
+    return [without_texts(item) for item in value] if isinstance(value, list) else isinstance(value, int) and value
+
+
+@given(st.sampled_from(["password", "DB_PASSWORD", "apiKey", "secrets", "access-token"]), texts_of_secrets)
+def test_no_text_under_a_secret_name_is_left(name, value):
+    found = redact_data([{"at": {name: value}}])[0]["at"][name]
+    assert "hunter" not in repr(found)
+    assert without_texts(found) == without_texts(value), "the shape and the numbers stay"
+
+
+@given(st.sampled_from(["tokens", "token", "token_usage", "max_tokens", "password", "secrets"]), counts)
+def test_counts_stay_whatever_they_are_called(name, value):
+    assert redact_data({name: value}) == {name: value}
+
+
+def test_usage_of_tokens_is_no_secret():
+    usage = {"tokens": {"prompt": 12, "by": ["step"]}, "token_usage": {"model": "gpt-4o-mini"}, "token": {"text": "Hi"}}
+    assert redact_data(usage) == usage
