@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dspy_combee.playbook import Bullet, Playbook, PlaybookError, TextLine, attach, detach
-from dspy_combee.playbook.bullets import SECTIONS
+from dspy_combee.playbook.bullets import MAX_COUNT, SECTIONS
 from dspy_combee.playbook.deltas import Add, Merge, Remove, Update
 from dspy_combee.playbook.text import BEGIN, END
 
@@ -280,6 +280,54 @@ def test_a_large_foreign_number_does_not_move_the_counter():
     book = Playbook.from_text("## A\n[a-999999999999999] far\n[a-00004] near\n")
     assert book.next_number == 5
     assert Playbook.from_text(book.to_text()) == book
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[calc-00012] helpful=x harmful=0 :: broken",
+        "[calc-00012] helpful=3 :: broken",
+        "[calc-00012]",
+        "[calc-00012]: broken",
+        "- [calc-00012] helpful=0 harmful=0 :: a list",
+        "\\[calc-00012] escaped",
+    ],
+)
+def test_the_id_of_a_line_that_is_kept_as_text_is_not_given_again(line):
+    book = Playbook.from_text(f"## FORMULAS & CALCULATIONS\n[calc-00003] ok\n{line}\n")
+    assert len(book) == 1
+    for read in (
+        book,
+        Playbook.from_text(book.to_text()),
+        Playbook.from_json(book.to_json()),
+        Playbook((), book.entries),
+    ):
+        grown = read.apply([Add("FORMULAS & CALCULATIONS", "new")]).playbook
+        assert [bullet.id for bullet in grown] == ["calc-00003", "calc-00013"]
+        assert Playbook.from_text(grown.to_text()) == grown
+
+
+def test_an_id_that_a_line_of_text_only_mentions_is_free():
+    assert Playbook.from_text("## A\n[a-00003] ok\nsee [a-00012]\n[a-12] [b\n").next_number == 13
+    assert Playbook.from_text("## A\n[a-00003] ok\nsee [a-00012]\n").next_number == 4
+
+
+@pytest.mark.parametrize("digits", ["9" * 15, "1" + "0" * 15, "9" * 5_000, "0" * 20 + "7"])
+def test_counters_of_any_length_are_read_and_end_at_their_bound(digits):
+    book = Playbook.from_text(f"## A\n[a-00001] helpful={digits} harmful={digits} :: x\n", strict=True)
+    expected = 7 if digits.endswith("7") else MAX_COUNT
+    assert [(bullet.helpful, bullet.harmful) for bullet in book] == [(expected, expected)]
+    more = book.tag([("a-00001", "helpful")] * 3).playbook.apply([Add("A", "y")]).playbook
+    assert more.get("a-00001").helpful == min(expected + 3, MAX_COUNT)
+    assert Playbook.from_text(more.to_text()) == more == Playbook.from_json(more.to_json())
+
+
+def test_counters_end_at_their_bound_where_bullets_unite():
+    full = [Bullet(f"a-{number}", "A", "the same", MAX_COUNT, 10**40) for number in (1, 2)]
+    book = Playbook(("A",), tuple(full))
+    assert [bullet.harmful for bullet in book.unite().playbook] == [MAX_COUNT]
+    merged = book.apply([Merge(("a-1", "a-2"), "one")]).playbook
+    assert merged.bullets == (Bullet("a-1", "A", "one", MAX_COUNT, MAX_COUNT),)
 
 
 # Playbooks as ACE writes them, of a few hundred bullets, edited

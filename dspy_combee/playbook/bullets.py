@@ -28,7 +28,7 @@ ID_PATTERN = r"[^\W\d_][\w-]*-[0-9]{1,15}"
 # Above any number that a playbook reaches by growing: larger ones come from elsewhere and do not move the counter.
 MAX_NUMBER = 10**12
 MAX_NEXT_NUMBER = 2 * MAX_NUMBER
-MAX_COUNT = 10**15
+MAX_COUNT = 10**15 - 1  # JavaScript, which shows them in reports, counts no higher than 2**53
 
 _ID = re.compile(ID_PATTERN)
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -51,8 +51,8 @@ class Bullet:
         id: A slug, a hyphen and a number, such as `calc-00003`; unique in a playbook.
         section: The name of its section; `""` is the part of a playbook before the first section.
         content: Any text that is not blank.
-        helpful: How often the bullet was tagged helpful.
-        harmful: How often it was tagged harmful.
+        helpful: How often the bullet was tagged helpful; at `MAX_COUNT` it stays.
+        harmful: How often it was tagged harmful; so too.
         reflection_ids: The reflections that the bullet came from, oldest first.
 
     Raises:
@@ -74,8 +74,9 @@ class Bullet:
             raise PlaybookError(f"the content of [{self.id}] is blank: {content!r}")
         for name in ("helpful", "harmful"):
             count = getattr(self, name)
-            if type(count) is not int or not 0 <= count < MAX_COUNT:
+            if type(count) is not int or count < 0:
                 raise PlaybookError(f"{name} of [{self.id}] must be an int >= 0, not {count!r}")
+            object.__setattr__(self, name, min(count, MAX_COUNT))
         object.__setattr__(self, "section", clean_section(self.section))
         object.__setattr__(self, "content", content)
         object.__setattr__(self, "reflection_ids", clean_ids(self.reflection_ids))
@@ -83,7 +84,7 @@ class Bullet:
     @property
     def number(self) -> int:
         """The number in the id."""
-        return int(self.id.rpartition("-")[2])
+        return number_of(self.id)
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,11 @@ class TextLine:
 
 
 Entry = Bullet | TextLine
+
+
+def number_of(bullet_id: str) -> int:
+    """The number in a bullet's id."""
+    return int(bullet_id.rpartition("-")[2])
 
 
 def clean_text(value: object, what: str) -> str:

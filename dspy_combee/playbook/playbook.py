@@ -74,7 +74,7 @@ class Playbook:
         places = {name: place for place, name in enumerate(("", *sections))}
         object.__setattr__(self, "sections", sections)
         object.__setattr__(self, "entries", tuple(sorted(entries, key=lambda entry: places[entry.section])))
-        object.__setattr__(self, "next_number", max(self.next_number, following_number(bullets)))
+        object.__setattr__(self, "next_number", max(self.next_number, following_number(entries)))
 
     def __len__(self) -> int:
         return len(self.bullets)

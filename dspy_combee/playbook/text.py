@@ -30,7 +30,17 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from dspy_combee.playbook.bullets import ID_PATTERN, MAX_NEXT_NUMBER, MAX_NUMBER, Bullet, Entry, PlaybookError, TextLine
+from dspy_combee.playbook.bullets import (
+    ID_PATTERN,
+    MAX_COUNT,
+    MAX_NEXT_NUMBER,
+    MAX_NUMBER,
+    Bullet,
+    Entry,
+    PlaybookError,
+    TextLine,
+    number_of,
+)
 
 BEGIN = "===== PLAYBOOK BEGIN ====="
 END = "===== PLAYBOOK END ====="
@@ -39,7 +49,8 @@ _INDENT = "  "
 _BEGIN_LINE = re.compile(rf"(?<![^\n]){re.escape(BEGIN)}\n")
 _HEADER = re.compile(r"##[ \t]+(\S.*)")
 _BULLET = re.compile(rf"\[({ID_PATTERN})\](?:[ \t](.*))?", re.DOTALL)
-_COUNTERS = re.compile(r"[ \t]*helpful=([0-9]{1,15})[ \t]+harmful=([0-9]{1,15})[ \t]*::(?:[ \t](.*)|(.*))", re.DOTALL)
+_COUNTERS = re.compile(r"[ \t]*helpful=([0-9]+)[ \t]+harmful=([0-9]+)[ \t]*::(?:[ \t](.*)|(.*))", re.DOTALL)
+_LOOKS_NAMED = re.compile(rf"[\s\\*+-]*\[({ID_PATTERN})\]")
 _LOOKS_COUNTED = re.compile(r"[ \t]*(?:helpful|harmful)=")
 _NOTE = re.compile(r"<!-- (?:next-id|reflections)\b.*")
 _NEXT_ID = re.compile(r"<!-- next-id ([0-9]{1,13}) -->")
@@ -94,7 +105,7 @@ def render(
     ]
     bullets = [entry for entry in entries if isinstance(entry, Bullet)]
     notes = []
-    if next_number != following_number(bullets):
+    if next_number != following_number(entries):
         notes.append(f"<!-- next-id {next_number} -->")
     if reflections:
         notes += [
@@ -113,9 +124,11 @@ def render_bullet(bullet: Bullet, marked: re.Pattern[str] = _MARKED) -> str:
     return f"[{bullet.id}] helpful={bullet.helpful} harmful={bullet.harmful} :: {content}"
 
 
-def following_number(bullets: Iterable[Bullet]) -> int:
-    """The number after the highest in use."""
-    return max((bullet.number for bullet in bullets if bullet.number < MAX_NUMBER), default=0) + 1
+def following_number(entries: Iterable[Entry]) -> int:
+    """The number after the highest in use; a line of text that looks like a bullet uses that of its id."""
+    named = ((entry.id if isinstance(entry, Bullet) else _id_in(entry.text)) for entry in entries)
+    numbers = (number_of(name) for name in named if name)
+    return max((number for number in numbers if number < MAX_NUMBER), default=0) + 1
 
 
 def parse(text: str, *, strict: bool) -> Parts:
@@ -175,6 +188,16 @@ def _decode(text: str) -> str:
     return _MARK.sub(lambda match: chr(int(match[0][2:-1])), text)
 
 
+def _id_in(line: str) -> str:
+    match = _LOOKS_NAMED.match(line)
+    return match[1] if match else ""
+
+
+def _count(digits: str) -> int:
+    """A counter; Python itself refuses to read more than some thousand digits."""
+    return MAX_COUNT if len(digits.lstrip("0")) > len(str(MAX_COUNT)) else int(digits)
+
+
 def _escape(line: str) -> str:
     return "\\" + line if _has_meaning(line.lstrip("\\")) else line
 
@@ -206,7 +229,7 @@ def read_bullet_line(line: str) -> BulletLine | None:
     counted = _COUNTERS.fullmatch(rest)
     if counted:
         content = counted[3] if counted[3] is not None else counted[4]
-        return BulletLine(match[1], int(counted[1]), int(counted[2]), content)
+        return BulletLine(match[1], _count(counted[1]), _count(counted[2]), content)
     return None if _LOOKS_COUNTED.match(rest) else BulletLine(match[1], 0, 0, rest)
 
 
@@ -304,8 +327,7 @@ class _Reader:
         for place, entry in enumerate(self.entries):
             if isinstance(entry, Bullet) and entry.id in self.reflections:
                 self.entries[place] = replace(entry, reflection_ids=self.reflections[entry.id])
-        bullets = [entry for entry in self.entries if isinstance(entry, Bullet)]
-        return Parts(self.sections, self.entries, max(self.next_number, following_number(bullets)))
+        return Parts(self.sections, self.entries, max(self.next_number, following_number(self.entries)))
 
 
 def _read_list(text: str) -> tuple[str, ...]:
