@@ -10,7 +10,7 @@ import dspy
 import pytest
 
 from dspy_combee import Playbook, PowerLawBatchSize
-from dspy_combee.ace.state import RunState, StateFile
+from dspy_combee.ace.state import RunState, RunStateFile
 from dspy_combee.records import Spent, Usage
 
 from .lessons import Chain, examples
@@ -172,11 +172,11 @@ def test_a_state_comes_back_equal(tmp_path):
         best={"a.b": Playbook()},
         best_score=0.5,
         batch_sizes=(4, 8),
-        sampler={"epoch": 1, "queue": [3]},
+        sampler={"epoch": 1, "queue": [3], "drawn": 9, "kind": "FixedSize", "sizer": None},
         spent=Spent({"rollouts": 12}, {"rollouts": Usage(12, 0, 5, 6, None)}),
         reflection=Usage(3, 1, 2, 2, 0.25),
     )
-    file = StateFile(tmp_path / "new", {"seed": 0})
+    file = RunStateFile(tmp_path / "new", {"seed": 0})
     assert file.load() is None
     file.save(state)
     assert file.load() == state

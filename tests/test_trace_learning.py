@@ -518,9 +518,8 @@ def test_states_of_other_runs_are_refused(tmp_path):
 
 
 def test_a_state_comes_back_equal(tmp_path):
-    state = TraceState(
-        {"self": "中 \ud800".encode("utf-8", "replace").decode()}, 1, 2, (0.5, 1.0), (4, 4), {"drawn": 8}
-    )
+    sampler = {"epoch": 1, "queue": [3], "drawn": 8, "kind": "ReplayedSizes", "sizer": 2}
+    state = TraceState({"self": "中 \ud800".encode("utf-8", "replace").decode()}, 1, 2, (0.5, 1.0), (4, 4), sampler)
     file = TraceStateFile(tmp_path, {"seed": 0})
     assert file.load() is None
     file.save(state)

@@ -13,7 +13,7 @@ import dspy
 from dspy_combee.ace.options import PlaybookOptions
 from dspy_combee.ace.program import PlaybookProgram, Playbooks
 from dspy_combee.ace.result import PlaybookResult
-from dspy_combee.ace.state import RunState, StateFile
+from dspy_combee.ace.state import RunState, RunStateFile
 from dspy_combee.ace.step import PlaybookLearner, StepOutcome, last_step_of
 from dspy_combee.ace.traces import UNCHECKED, TraceSource, not_kept
 from dspy_combee.batch_size import PowerLawBatchSize
@@ -122,10 +122,10 @@ class PlaybookRun:
         self._failed_steps = 0
         self._first_step = last_step_of(self.state.playbooks.values())
         self._began = time.monotonic()
-        self.state_file: StateFile | None = None
+        self.state_file: RunStateFile | None = None
         self.step_log: StepLog | None = None
         if options.log_dir is not None and not online:
-            self.state_file = StateFile(options.log_dir, self._identity())
+            self.state_file = RunStateFile(options.log_dir, self._identity())
             self.step_log = StepLog(options.log_dir)
         draws = self.budget.num_draws + (0 if self.traces is None else self.traces.batches.budget.num_draws)
         self.progress = ProgressLine(int(draws), options.verbose and not online)
@@ -204,7 +204,7 @@ class PlaybookRun:
         }
 
     def _resume(self) -> None:
-        saved = None if self.state_file is None else self.state_file.load()
+        saved = None if self.state_file is None else self.state_file.load(self.state.playbooks)
         if self.step_log is not None:
             kept = self.step_log.resume(0 if saved is None else saved.step + 1)
             self.steps = [step for step in kept if isinstance(step, PlaybookStep)]

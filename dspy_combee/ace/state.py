@@ -1,21 +1,31 @@
-"""The state of a run on disk: one JSON file, no pickles, written whole after each step."""
+"""The state of a run of `PlaybookOptimizer` on disk."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from dspy_combee.playbook import Playbook
-from dspy_combee.playbook.files import read_whole, write_whole
 from dspy_combee.records import Spent, Usage
+from dspy_combee.state_file import (
+    Count,
+    SavedSampler,
+    SavedSpending,
+    Size,
+    StateFile,
+    check_components,
+    spending_in,
+    spending_out,
+)
 
 FILE_NAME = "playbook_state.json"
-
-_FORMAT = "dspy_combee.playbook_state"
-_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,18 @@ class RunState:
     trace_sampler: Mapping[str, Any] | None = None
 
 
-class StateFile:
+class _Saved(SavedSpending):
+    playbooks: dict[str, Any] = Field(min_length=1)
+    step: Count
+    best: dict[str, Any] | None
+    best_score: float | None
+    best_step: Count = 0
+    batch_sizes: list[Size]
+    sampler: SavedSampler | None
+    trace_sampler: SavedSampler | None = None
+
+
+class RunStateFile:
     """Saves and loads the state of a run.
 
     Args:
@@ -56,19 +77,11 @@ class StateFile:
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], run: Mapping[str, Any]) -> None:
-        self.path = os.path.join(os.fspath(log_dir), FILE_NAME)
-        self.run = dict(run)
+        self.file = StateFile(Path(log_dir) / FILE_NAME, "a PlaybookOptimizer run", run)
 
     def save(self, state: RunState) -> None:
-        """Write the state; the one before stays until this one is on disk.
-
-        Raises:
-            OSError: If it cannot be written.
-        """
-        data = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "run": self.run,
+        """See `StateFile.write`."""
+        fields = {
             "playbooks": _playbooks_out(state.playbooks),
             "step": state.step,
             "best": None if state.best is None else _playbooks_out(state.best),
@@ -77,43 +90,24 @@ class StateFile:
             "batch_sizes": list(state.batch_sizes),
             "sampler": state.sampler,
             "trace_sampler": state.trace_sampler,
-            "metric_calls": dict(state.spent.metric_calls_by_phase),
-            "usage": {phase: asdict(usage) for phase, usage in state.spent.usage_by_phase.items()},
-            "reflection": asdict(state.reflection),
+            **spending_out(state.spent, state.reflection),
         }
-        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-        write_whole(self.path, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
+        self.file.write(fields, ensure_ascii=False, indent=1)
 
-    def load(self) -> RunState | None:
-        """The state that was saved; None where there is none.
+    def load(self, components: Collection[str] | None = None) -> RunState | None:
+        """See `StateFile.read`.
 
-        Raises:
-            ValueError: If the file holds something else, or the state of another run.
-            OSError: If it cannot be read.
+        Args:
+            components: The names of the playbooks that it must hold; None for any.
         """
-        if not os.path.exists(self.path):
-            return None
-        try:
-            data = json.loads(read_whole(self.path))
-            if data["format"] != _FORMAT or data["version"] != _VERSION:
-                raise ValueError(f"format {data['format']!r}, version {data['version']!r}")
-            saved = dict(data["run"])
-            state = _state_in(data)
-            if not state.playbooks or type(state.step) is not int:
-                raise ValueError("it has no playbooks, or its step is no number")
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{self.path} is no state of a PlaybookOptimizer run: {error}") from error
-        differing = sorted(name for name in {*saved, *self.run} if saved.get(name) != self.run.get(name))
-        if differing:
-            raise ValueError(
-                f"{self.path} holds the state of another run, which differs in {differing}: "
-                f"{[saved.get(name) for name in differing]} there, {[self.run.get(name) for name in differing]} here. "
-                "Give another log_dir to start anew."
-            )
-        return state
+        return self.file.read(partial(_state_in, components))
 
 
-def _state_in(data: Mapping[str, Any]) -> RunState:
+def _state_in(components: Collection[str] | None, data: Mapping[str, Any]) -> RunState:
+    _Saved.model_validate(data)
+    for playbooks in (data["playbooks"], data["best"]):
+        if playbooks is not None:
+            check_components(playbooks, components)
     return RunState(
         playbooks=_playbooks_in(data["playbooks"]),
         step=data["step"],
@@ -121,10 +115,9 @@ def _state_in(data: Mapping[str, Any]) -> RunState:
         best_score=data["best_score"],
         batch_sizes=tuple(data["batch_sizes"]),
         sampler=data["sampler"],
-        spent=Spent(data["metric_calls"], {phase: Usage(**usage) for phase, usage in data["usage"].items()}),
-        reflection=Usage(**data["reflection"]),
         best_step=data.get("best_step", data["step"]),
         trace_sampler=data.get("trace_sampler"),
+        **spending_in(data),
     )
 
 

@@ -346,7 +346,7 @@ class TraceRun:
             self.state_file.save(self.state)
 
     def _resume(self) -> None:
-        saved = None if self.state_file is None else self.state_file.load()
+        saved = None if self.state_file is None else self.state_file.load(self.state.candidate)
         if saved is None:
             if has_gepa_state(self.optimizer.log_dir):
                 raise ValueError(

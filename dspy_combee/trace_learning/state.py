@@ -1,21 +1,28 @@
-"""The state of a run on collected traces on disk: one JSON file, no pickles, written whole after each step."""
+"""The state of a run on collected traces on disk."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dspy_combee.playbook.files import read_whole, write_whole
 from dspy_combee.records import Spent, Usage
+from dspy_combee.state_file import (
+    Count,
+    Saved,
+    SavedSampler,
+    SavedSpending,
+    Size,
+    StateFile,
+    check_components,
+    spending_in,
+    spending_out,
+)
 
 FILE_NAME = "trace_state.json"
-
-_FORMAT = "dspy_combee.trace_state"
-_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,20 @@ class TraceState:
         return sum(self.scores) / len(self.scores) if self.scores else None
 
 
+class _SavedState(SavedSpending):
+    candidate: dict[str, str]
+    kept: Count
+    step: Count
+    scores: list[float] | None
+    batch_sizes: list[Size]
+    sampler: SavedSampler | None
+    done: bool
+
+
+class _Saved(Saved):
+    state: _SavedState
+
+
 class TraceStateFile:
     """Saves and loads the state of a run on traces.
 
@@ -59,63 +80,36 @@ class TraceStateFile:
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], run: Mapping[str, Any]) -> None:
-        self.path = Path(log_dir) / FILE_NAME
-        self.run = dict(run)
+        self.file = StateFile(Path(log_dir) / FILE_NAME, "a run on traces", run)
 
     def save(self, state: TraceState) -> None:
-        """Write the state; the one before stays until this one is on disk.
-
-        Raises:
-            OSError: If it cannot be written.
-        """
-        plain = {
-            **asdict(replace(state, spent=Spent())),
-            "metric_calls": dict(state.spent.metric_calls_by_phase),
-            "usage": {phase: asdict(usage) for phase, usage in state.spent.usage_by_phase.items()},
-        }
+        """See `StateFile.write`."""
+        plain = asdict(replace(state, spent=Spent())) | spending_out(state.spent, state.reflection)
         plain.pop("spent")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        data = {"format": _FORMAT, "version": _VERSION, "run": self.run, "state": plain}
-        write_whole(self.path, json.dumps(data) + "\n")
+        self.file.write({"state": plain})
 
-    def load(self) -> TraceState | None:
-        """The state that was saved; None where there is none.
+    def load(self, components: Collection[str] | None = None) -> TraceState | None:
+        """See `StateFile.read`.
 
-        Raises:
-            ValueError: If the file holds something else, or the state of another run.
-            OSError: If it cannot be read.
+        Args:
+            components: The names of the texts that it must hold; None for any.
         """
-        if not self.path.exists():
-            return None
-        try:
-            data = json.loads(read_whole(self.path))
-            if data["format"] != _FORMAT or data["version"] != _VERSION:
-                raise ValueError(f"format {data['format']!r}, version {data['version']!r}")
-            saved, state = data["run"], _state_in(data["state"])
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{self.path} is no state of a run on traces: {error}") from error
-        differing = sorted(name for name in {*saved, *self.run} if saved.get(name) != self.run.get(name))
-        if differing:
-            raise ValueError(
-                f"{self.path} holds the state of another run, which differs in {differing}: "
-                f"{[saved.get(name) for name in differing]} there, {[self.run.get(name) for name in differing]} here. "
-                "Give another log_dir to start anew."
-            )
-        return state
+        return self.file.read(partial(_state_in, components))
 
 
-def _state_in(plain: Mapping[str, Any]) -> TraceState:
-    usage = {phase: Usage(**used) for phase, used in plain["usage"].items()}
+def _state_in(components: Collection[str] | None, data: Mapping[str, Any]) -> TraceState:
+    _Saved.model_validate(data)
+    plain = data["state"]
+    check_components(plain["candidate"], components)
     return TraceState(
-        candidate={str(name): str(text) for name, text in plain["candidate"].items()},
-        kept=int(plain["kept"]),
-        step=int(plain["step"]),
+        candidate=plain["candidate"],
+        kept=plain["kept"],
+        step=plain["step"],
         scores=None if plain["scores"] is None else tuple(plain["scores"]),
         batch_sizes=tuple(plain["batch_sizes"]),
         sampler=plain["sampler"],
-        spent=Spent(dict(plain["metric_calls"]), usage),
-        reflection=Usage(**plain["reflection"]),
-        done=bool(plain["done"]),
+        done=plain["done"],
+        **spending_in(plain),
     )
 
 
