@@ -106,6 +106,10 @@ def test_an_embedder_that_fails_is_replaced_by_the_token_rule(caplog):
     )
     near.leaders(["a"])
     assert caplog.text.count("no route") == 1
+    ragged = EmbedderOrTokens(lambda texts: [[1.0] * (1 + place) for place in range(len(texts))])
+    for _ in range(2):
+        assert ragged.leaders(["Check the units before adding.", "Check units before adding"]) == [0, 0]
+    assert caplog.text.count("the embedder must give 2 vectors of finite numbers, all of one length") == 1
     assert EmbedderOrTokens(lambda texts: [[1.0, 0.0] for _ in texts]).leaders(["first thing", "thing first here"]) == [
         0,
         0,

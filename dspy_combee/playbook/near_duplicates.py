@@ -120,7 +120,7 @@ class EmbeddingCosine:
         """For each text the index of the first that it is a near-duplicate of; see `NearDuplicates`.
 
         Raises:
-            PlaybookError: If the embedder does not give one vector of finite numbers per text.
+            PlaybookError: If the embedder does not give one vector of finite numbers per text, all of one length.
         """
         if not texts:
             return []
@@ -142,16 +142,25 @@ class EmbeddingCosine:
     def _unit_vectors(self, texts: Sequence[str]) -> Any:
         import numpy as np
 
+        given = self.embedder(list(texts))
+        expected = f"the embedder must give {len(texts)} vectors of finite numbers, all of one length"
         try:
-            vectors = np.asarray(self.embedder(list(texts)), dtype=np.float32)
-        except (TypeError, ValueError) as error:
-            raise PlaybookError(f"the embedder gave no array of numbers: {error}") from error
-        if vectors.ndim != 2 or len(vectors) != len(texts) or not np.isfinite(vectors).all():
-            raise PlaybookError(
-                f"the embedder must give {len(texts)} vectors of finite numbers, not shape {vectors.shape}"
-            )
+            vectors = np.asarray(given)
+            if vectors.dtype.kind in "SUc":
+                raise TypeError(f"numbers of the type {vectors.dtype}")
+            with np.errstate(over="ignore"):
+                vectors = vectors.astype(np.float64)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise PlaybookError(f"{expected}; what it gave is no array of numbers: {error}") from error
+        if vectors.ndim != 2 or len(vectors) != len(texts) or not vectors.shape[1]:
+            raise PlaybookError(f"{expected}, not an array of the shape {vectors.shape}")
+        if not np.isfinite(vectors).all():
+            raise PlaybookError(f"{expected}; there are NaN or infinity among them")
+        # The square of a number may be too large, or too small, for a float: first by the largest of each vector.
+        largest = np.abs(vectors).max(axis=1, keepdims=True)
+        vectors /= np.where(largest > 0, largest, 1)
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-        return vectors / np.where(lengths > 0, lengths, 1)
+        return (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
 
 @dataclass(frozen=True)
