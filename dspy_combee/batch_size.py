@@ -121,15 +121,14 @@ class PowerLawBatchSize:
         """Return `plan_profile` for these candidates and this `max_minibatch_size`."""
         return plan_profile(self.candidates, num_examples, budget_rollouts, self.max_minibatch_size)
 
-    def fit(
-        self, measurements: Iterable[tuple[int, float]], num_examples: int, limit: int | None = None
-    ) -> BatchSizeFit:
+    def fit(self, measurements: Iterable[tuple[int, float]], num_examples: int) -> BatchSizeFit:
         """Fit the power law and choose a minibatch size; the order of the measurements does not matter.
 
-        The choice is the rounded plateau, at least n_1 and at most `max_minibatch_size`, N and `limit`, which
-        win over n_1. If the sizes span less than a factor of 4, alpha is not positive, or the fit saves under
-        20% of T(n_1) at that choice, it is the measured size with the smallest T within these three (the
-        smaller one of a tie). If nothing was measured, it is `fixed_batch_size`.
+        The choice is the rounded plateau, at least n_1 and at most `max_minibatch_size` and N, which win over
+        n_1. If the sizes span less than a factor of 4, alpha is not positive, or the fit saves under 20% of
+        T(n_1) at that choice, it is the measured size with the smallest T within these two (the smaller one of
+        a tie). If nothing was measured, it is `fixed_batch_size`. What the budget still allows clamps the size
+        of a step, not the fit (`sizes`).
 
         A size whose median is 0 seconds has no logarithm (the clock is too coarse for it): it is left out and
         the reason says so. If that leaves none, the smallest measured size is taken.
@@ -137,7 +136,6 @@ class PowerLawBatchSize:
         Args:
             measurements: (n in examples, seconds per step without the full-validation pass) pairs.
             num_examples: N, the size of the trainset.
-            limit: The largest minibatch that the budget still allows, in examples; `None` for any.
 
         Raises:
             TypeError: A measurement (named in the message) is no pair of an int and a number.
@@ -145,8 +143,6 @@ class PowerLawBatchSize:
         """
         caps = {"the trainset": _at_least("num_examples", num_examples, 1)}
         caps["max_minibatch_size"] = int(self.max_minibatch_size)
-        if limit is not None:
-            caps["the budget"] = _at_least("limit", limit, 1)
         medians = _medians(measurements)
         used = {n: seconds for n, seconds in medians.items() if seconds > 0}
         if used:
@@ -237,15 +233,14 @@ def fixed_batch_size(num_examples: int) -> int:
     return max(1, min(40, _at_least("num_examples", num_examples, 1) // 2))
 
 
-def bounded_move(current: int, target: int, limit: int | None = None) -> int:
-    """Return `target`, but from half to twice `current`; `limit`, what the budget allows, always wins.
+def bounded_move(current: int, target: int) -> int:
+    """Return `target`, but from half to twice `current`.
 
     Raises:
         TypeError, ValueError: A size is no int, or below 1.
     """
     current, target = _at_least("current", current, 1), _at_least("target", target, 1)
-    size = min(max(target, (current + 1) // 2), 2 * current)
-    return size if limit is None else min(size, _at_least("limit", limit, 1))
+    return min(max(target, (current + 1) // 2), 2 * current)
 
 
 def _medians(measurements: Iterable[tuple[int, float]]) -> dict[int, float]:
