@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import dspy
 from dspy.teleprompt.gepa.gepa import DspyGEPAResult
 
-from dspy_combee.batch_size import BatchSizeFit
 from dspy_combee.provenance import Provenance, trace_back
 from dspy_combee.records import Spent, StepRecord
+from dspy_combee.report.of_run import RunReport
 from dspy_combee.steps import REPEATED, StepRecorder
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from dspy_combee.trace_learning.learning import TraceRun
 
 
 @dataclass(frozen=True)
-class CombeeResult(DspyGEPAResult):
+class CombeeResult(RunReport, DspyGEPAResult):
     """`dspy.GEPA`'s detailed results, with an account of each step.
 
     Attributes:
@@ -59,50 +56,10 @@ class CombeeResult(DspyGEPAResult):
         """Index of the candidate with the highest score on the validation examples."""
         return super().best_idx if self.val_aggregate_scores else 0
 
-    def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write the report of the run: one HTML page that stands alone and opens without a network.
-
-        Args:
-            path: The file; one that is there is replaced.
-        """
-        from dspy_combee.report import page
-
-        page.save_html(self.steps, path)
-
-    def plot_scores(self, ax: Axes | None = None) -> Axes:
-        """Plot the best score over metric calls; see `plots.plot_scores`. Needs the extra `report`."""
-        from dspy_combee.report import plots
-
-        return plots.plot_scores(self.steps, ax)
-
-    def plot_delay(self, ax: Axes | None = None) -> Axes:
-        """Plot the delay curve with its fit and choice; see `plots.plot_delay`. Needs the extra `report`."""
-        from dspy_combee.report import plots
-
-        return plots.plot_delay(self.steps, ax)
-
-    def plot_tree(self, iteration: int | None = None, component: str | None = None, ax: Axes | None = None) -> Axes:
-        """Plot the Reduce tree of a step; see `plots.plot_tree`. Needs the extra `report`.
-
-        Args:
-            iteration: The step. Default: the last one accepted, else the last one that has a tree.
-            component: The component. Default: the step's first.
-            ax: Where to draw. Default: a new figure.
-        """
-        from dspy_combee.report import plots
-
-        return plots.plot_tree(self.steps, iteration, component, ax)
-
     @property
     def repeated_proposals(self) -> int:
         """Proposals that were not evaluated, because they had been before."""
         return sum(step.reason.startswith(REPEATED) for step in self.steps)
-
-    @property
-    def batch_size_fit(self) -> BatchSizeFit | None:
-        """The controller's last fit; None where no step was sized by one."""
-        fits = [step.fit for step in self.steps if step.fit is not None]
-        return fits[-1] if fits else None
 
     @staticmethod
     def from_run(gepa_result: Any, adapter: Any, recorder: StepRecorder, spent: Spent) -> CombeeResult:

@@ -88,7 +88,7 @@ PARTS = {
     "reflective_dataset": {"calls", "executors", "records", "scoring", "secrecy"},
     "rollout": {"calls", "errors", "executors", "program_copies", "records", "scoring", "secrecy", "travel"},
     "ray_executor": {"errors", "executors", "ray_tasks", "secrecy", "travel"},
-    "report": {"provenance", "records", "step_log"},
+    "report": {"batch_size", "provenance", "records", "step_log"},
     "proposer": {
         "aggregation",
         "aggregators",
@@ -167,7 +167,7 @@ PARTS = {
         "trace_learning",
         "traces",
     },
-    "result": {"batch_size", "provenance", "records", "report", "steps", "trace_learning"},
+    "result": {"provenance", "records", "report", "steps", "trace_learning"},
 }
 FRONT_DOORS = {"optimizer", "playbook_optimizer", "proposer"}
 TABLE = {

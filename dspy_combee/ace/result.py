@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dspy_combee.ace.provenance import BulletProvenance, bullet_ids, trace_bullet
-from dspy_combee.batch_size import BatchSizeFit
 from dspy_combee.playbook import Playbook
 from dspy_combee.playbook_records import PlaybookStep
 from dspy_combee.records import Spent
-from dspy_combee.report import page, plots
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from dspy_combee.report.of_run import RunReport
 
 
 @dataclass(frozen=True)
-class PlaybookResult:
+class PlaybookResult(RunReport):
     """What a run of `PlaybookOptimizer` leaves behind.
 
     Attributes:
@@ -64,38 +59,6 @@ class PlaybookResult:
             where = "" if predictor is None else f" of {predictor!r}"
             raise ValueError(f"There is {what} in the playbooks{where}; predictors: {sorted(self.playbooks)}.")
         return trace_bullet(steps, next(iter(found)), bullet_id)
-
-    def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write the report of the run: one HTML page that stands alone and opens without a network.
-
-        Args:
-            path: The file; one that is there is replaced.
-        """
-        page.save_html(self.steps, path)
-
-    def plot_scores(self, ax: Axes | None = None) -> Axes:
-        """Plot the best score over metric calls; see `plots.plot_scores`. Needs the extra `report`."""
-        return plots.plot_scores(self.steps, ax)
-
-    def plot_delay(self, ax: Axes | None = None) -> Axes:
-        """Plot the delay curve with its fit and choice; see `plots.plot_delay`. Needs the extra `report`."""
-        return plots.plot_delay(self.steps, ax)
-
-    def plot_tree(self, iteration: int | None = None, component: str | None = None, ax: Axes | None = None) -> Axes:
-        """Plot the curators' tree of a step; see `plots.plot_tree`. Needs the extra `report`.
-
-        Args:
-            iteration: The step. Default: the last one that changed a playbook, else the last one that has a tree.
-            component: The playbook. Default: the step's first.
-            ax: Where to draw. Default: a new figure.
-        """
-        return plots.plot_tree(self.steps, iteration, component, ax)
-
-    @property
-    def batch_size_fit(self) -> BatchSizeFit | None:
-        """The controller's last fit; None where no step was sized by one."""
-        fits = [step.fit for step in self.steps if step.fit is not None]
-        return fits[-1] if fits else None
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain values that JSON takes; playbooks in their text form."""
