@@ -15,6 +15,7 @@ from dspy_combee.records import Spent, Usage
 
 from .lessons import Chain, examples
 from .playbook_lessons import all_text, contents, learn, make, playbook_lm
+from .trace_runs import Clock
 
 STATE = "playbook_state.json"
 
@@ -112,15 +113,6 @@ def test_the_validation_of_the_start_is_not_paid_twice(tmp_path):
     program = learn(playbook_lm(), valset=examples(1), log_dir=tmp_path)
     steps = program.detailed_results.steps
     assert program.detailed_results.spent.metric_calls_in("validation") == 1 + sum(step.accepted for step in steps)
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1.0
-        return self.now
 
 
 def test_the_controller_goes_on_with_what_it_measured(tmp_path):

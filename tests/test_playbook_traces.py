@@ -4,7 +4,6 @@ import json
 import logging
 import time
 
-import dspy
 import pytest
 
 from dspy_combee import Playbook, PowerLawBatchSize, ReflectionError, TreeAggregator, load_traces, save_traces
@@ -27,20 +26,24 @@ from .playbook_lessons import (
     playbook_lm,
     reflect,
 )
-from .trace_samples import hostile_trace, long_trace, trace, traces
-
-PROGRAM = "question -> answer"
+from .trace_runs import (
+    MILLION,
+    Clock,
+    Stop,
+    check_hostile_run,
+    compile_on,
+    hostile_traces,
+    priced_lm,
+    steps_of,
+    stop_at,
+)
+from .trace_samples import long_trace, trace, traces
 
 
 def learn(lm, given, program=None, trainset=(), valset=None, **options):
-    with dspy.context(lm=lm):
-        program = program or dspy.Predict(PROGRAM)
-        options = {"minibatch_size": 4, "verbose": False, **options}
-        return make(lm, **options).compile(program, list(trainset), valset=valset, traces=given)
-
-
-def steps_of(program):
-    return program.detailed_results.steps
+    """Compile on traces; n = 4 where nothing else is said."""
+    options = {"minibatch_size": 4, "verbose": False, **options}
+    return compile_on(make(lm, **options), lm, given, program, trainset, valset)
 
 
 def known(program, predictor=None) -> set[int]:
@@ -198,15 +201,6 @@ def test_few_traces_take_the_paper_s_size():
     assert program.detailed_results.batch_sizes == (30, 10)
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1.0
-        return self.now
-
-
 def test_from_150_traces_on_the_controller_times_reflection():
     program = learn(playbook_lm(), traces(160), minibatch_size=PowerLawBatchSize(clock=Clock()))
     steps = steps_of(program)
@@ -253,22 +247,13 @@ def test_a_reflection_that_takes_too_long_has_failed():
     assert "took longer than 0.5 seconds" in steps_of(program)[0].reason
 
 
-class Stop(BaseException):
-    pass
-
-
 def test_a_run_that_stopped_goes_on_as_if_unbroken(tmp_path):
     options = {"trainset": examples(8), "valset": examples(3)}
     whole = learn(playbook_lm(), traces(10, start=1), log_dir=tmp_path / "whole", **options)
     for iteration in range(1, 6):
-
-        def stop(step, last=iteration):
-            if step.iteration == last:
-                raise Stop
-
         folder = tmp_path / str(iteration)
         with pytest.raises(Stop):
-            learn(playbook_lm(), traces(10, start=1), log_dir=folder, step_callbacks=[stop], **options)
+            learn(playbook_lm(), traces(10, start=1), log_dir=folder, step_callbacks=[stop_at(iteration)], **options)
         lm = playbook_lm()
         program = learn(lm, traces(10, start=1), log_dir=folder, **options)
         assert all_text(program) == all_text(whole)
@@ -284,29 +269,18 @@ def test_a_run_that_stopped_goes_on_as_if_unbroken(tmp_path):
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 @pytest.mark.parametrize(("dollars", "steps", "bullets"), [(0.5, 1, 0), (0.8, 1, 4), (1.4, 2, 4), (9.0, 3, 12)])
 def test_the_run_ends_when_the_dollars_are_spent(dollars, steps, bullets, openai_server, caplog):
-    tokens = {"prompt_tokens": 1_000_000, "completion_tokens": 0, "total_tokens": 1_000_000}
-
     def answers(request):
         text = request["messages"][-1]["content"]
         rules = sorted(set(rules_in(text.split("## playbook ##")[0] + text.split("## attempt ##")[-1])))
         if "`bullet_tags`" in text or "bullet_tags" in str(request.get("response_format", "")):
-            return Reply(json.dumps(lesson(" ".join(rules))), usage=tokens)
+            return Reply(json.dumps(lesson(" ".join(rules))), usage=MILLION)
         if "operations" in text:
-            return Reply(json.dumps({"operations": [add(f"State {rule}.") for rule in rules_in(text)]}), usage=tokens)
-        return Reply(json.dumps({"decisions": []}), usage=tokens)
+            return Reply(json.dumps({"operations": [add(f"State {rule}.") for rule in rules_in(text)]}), usage=MILLION)
+        return Reply(json.dumps({"decisions": []}), usage=MILLION)
 
-    openai_server.handler = answers
-    lm = dspy.LM(  # 0.15 dollars a call: four reflections and two curators for each step
-        "openai/gpt-4o-mini",
-        api_base=openai_server.api_base,
-        api_key=openai_server.api_key,
-        cache=False,
-        num_retries=0,
-    )
+    lm = priced_lm(openai_server, answers)  # Four reflections and two curators for each step.
     with caplog.at_level(logging.INFO, "dspy_combee"):
-        program = make(lm, minibatch_size=4, max_reflection_cost=dollars, verbose=False).compile(
-            dspy.Predict(PROGRAM), traces=traces(12)
-        )
+        program = learn(lm, traces(12), max_reflection_cost=dollars)
     assert len(steps_of(program)) == steps
     assert len(known(program)) == bullets
     assert (f"max_reflection_cost=${dollars:g} is spent" in caplog.text) == (dollars < 9)
@@ -316,22 +290,12 @@ def test_the_run_ends_when_the_dollars_are_spent(dollars, steps, bullets, openai
 
 
 def test_hostile_text_is_data(tmp_path, monkeypatch):
-    canary = tmp_path / "canary.txt"
-    canary.write_text("the canary's own text", encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.iterdir())
-
     def repeat(prompt):
         return lesson(json.dumps(field(prompt, "attempt"), ensure_ascii=False))
 
     lm = playbook_lm(reflector=repeat, curator=curate)
-    program = learn(lm, [hostile_trace(i, str(canary)) for i in range(9)], minibatch_size=9)
+    with hostile_traces(tmp_path, monkeypatch) as given:
+        program = learn(lm, given, minibatch_size=9)
     assert known(program) == set(range(9))
-    assert sorted(tmp_path.iterdir()) == before
-    assert canary.read_text(encoding="utf-8") == "the canary's own text"
-    assert not any("the canary's own text" in call.prompt for call in lm.calls)
     assert sum(is_curator(call.prompt) for call in lm.calls) == 3
-    page = html_page(steps_of(program))
-    assert "hacked" in page
-    assert "<img" not in page
-    assert page.count("<script") == 2
+    check_hostile_run(lm, steps_of(program))

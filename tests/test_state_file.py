@@ -8,20 +8,12 @@ import pytest
 from dspy_combee import PowerLawBatchSize
 
 from . import playbook_lessons
-from .lessons import examples, learning_lm
+from .lessons import examples, learning_lm, make
 from .playbook_lessons import playbook_lm
-from .test_trace_learning import learn as learn_from_traces
-from .test_trace_learning import traces
+from .trace_runs import Clock, compile_on
+from .trace_samples import traces
 
 WRONG = [None, "x", -1, float("nan"), [[1]], {"a": 1}]
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        self.now += 1.0
-        return self.now
 
 
 def playbook_run(lm, folder):
@@ -30,7 +22,8 @@ def playbook_run(lm, folder):
 
 
 def trace_run(lm, folder):
-    learn_from_traces(lm, traces(8), valset=examples(4), log_dir=str(folder))
+    optimizer = make(lm, reflection_minibatch_size=4, log_dir=str(folder))
+    compile_on(optimizer, lm, traces(8), valset=examples(4))
 
 
 RUNS = {

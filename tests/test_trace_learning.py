@@ -32,22 +32,24 @@ from .lessons import (
     write_down,
 )
 from .openai_server import Reply
-from .trace_samples import hostile_trace, long_trace, trace, traces
-
-PROGRAM = "question -> answer"
+from .trace_runs import (
+    MILLION,
+    PROGRAM,
+    Clock,
+    Stop,
+    check_hostile_run,
+    compile_on,
+    hostile_traces,
+    priced_lm,
+    steps_of,
+    stop_at,
+)
+from .trace_samples import long_trace, trace, traces
 
 
 def learn(lm, given, program=None, trainset=(), valset=None, **options):
     """Compile on traces; n = 4 where nothing else is said."""
-    with dspy.context(lm=lm):
-        options = {"reflection_minibatch_size": 4, **options}
-        return make(lm, **options).compile(
-            program or dspy.Predict(PROGRAM), list(trainset), valset=valset, traces=given
-        )
-
-
-def steps_of(program):
-    return program.detailed_results.steps
+    return compile_on(make(lm, **{"reflection_minibatch_size": 4, **options}), lm, given, program, trainset, valset)
 
 
 def positions(step) -> list[int]:
@@ -259,17 +261,6 @@ def test_few_traces_take_the_paper_s_size(size, count, sizes):
     assert "below 150 traces no sizes are timed" in steps_of(program)[0].size_reason
 
 
-class Clock:
-    """Seconds that calls take: 1 for each, whatever n is."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1.0
-        return self.now
-
-
 def test_from_150_traces_on_the_controller_times_reflection():
     size = PowerLawBatchSize(clock=Clock())
     program = learn(learning_lm(), traces(300), reflection_minibatch_size=size)
@@ -422,24 +413,13 @@ def test_a_reflection_call_that_takes_too_long_has_failed():
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 @pytest.mark.parametrize(("dollars", "steps"), [(0.16, 1), (0.44, 1), (0.46, 2), (0.61, 2), (9.0, 3)])
 def test_the_run_ends_when_the_dollars_are_spent(dollars, steps, openai_server, caplog):
-    tokens = {"prompt_tokens": 1_000_000, "completion_tokens": 0, "total_tokens": 1_000_000}
-
     def reflects(request):
         text = "\n".join(message["content"] for message in request["messages"])
-        return Reply(json.dumps({"new_instruction": " ".join(sorted(rules_in(text)))}), usage=tokens)
+        return Reply(json.dumps({"new_instruction": " ".join(sorted(rules_in(text)))}), usage=MILLION)
 
-    openai_server.handler = reflects
-    lm = dspy.LM(  # 0.15 dollars a call: two groups and a merge for each step
-        "openai/gpt-4o-mini",
-        api_base=openai_server.api_base,
-        api_key=openai_server.api_key,
-        cache=False,
-        num_retries=0,
-    )
+    lm = priced_lm(openai_server, reflects)  # Two groups and a merge for each step.
     with caplog.at_level(logging.INFO, "dspy_combee"):
-        program = make(lm, reflection_minibatch_size=4, max_reflection_cost=dollars).compile(
-            dspy.Predict(PROGRAM), traces=traces(12)
-        )
+        program = learn(lm, traces(12), max_reflection_cost=dollars)
     spent = program.detailed_results.spent.usage_in("reflection").cost
     assert spent < dollars + 2 * 0.15 + 1e-9
     assert len(steps_of(program)) == steps
@@ -453,18 +433,6 @@ def test_a_step_callback_that_raises_does_not_end_the_run(caplog):
 
 
 # Going on -----------------------------------------------------------------------------------------------------
-
-
-class Stop(BaseException):
-    pass
-
-
-def stop_at(iteration):
-    def callback(step):
-        if step.iteration == iteration:
-            raise Stop
-
-    return callback
 
 
 MIXED = {"trainset": examples(12), "valset": examples(8), "max_metric_calls": 160}
@@ -590,22 +558,13 @@ def test_a_large_collection_is_not_held_in_memory(tmp_path):
 
 
 def test_hostile_text_is_data(tmp_path, monkeypatch):
-    canary = tmp_path / "canary.txt"
-    canary.write_text("the canary's own text", encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.iterdir())
     lm = learning_lm()
-    program = learn(lm, [hostile_trace(i, str(canary)) for i in range(9)], reflection_minibatch_size=9)
-    assert canary.read_text(encoding="utf-8") == "the canary's own text"
-    assert sorted(tmp_path.iterdir()) == before
-    assert not any("the canary's own text" in call.prompt for call in lm.calls)
+    with hostile_traces(tmp_path, monkeypatch) as given:
+        program = learn(lm, given, reflection_minibatch_size=9)
     assert numbers_in(instruction(program)) == set(range(9))
     (step,) = steps_of(program)
     assert not [node for node in step.nodes if node.error]
-    page = html_page(program.detailed_results.steps)
-    assert "hacked" in page
-    assert "<img" not in page
-    assert page.count("<script") == 2
+    check_hostile_run(lm, [step])
     json.dumps(program.detailed_results.to_dict(), allow_nan=False)
 
 
