@@ -18,6 +18,7 @@ from dspy.teleprompt.gepa.gepa_flex_utils import (
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from gepa import EvaluationBatch
 
+from dspy_combee.errors import CombeeError
 from dspy_combee.executors import Executor
 from dspy_combee.program_copies import ProgramCopier
 from dspy_combee.records import Rollout, Usage
@@ -51,6 +52,7 @@ class CombeeAdapter(DspyAdapter):
     Attributes:
         saved_parts: Parts of the run whose state gepa saves and restores.
         dumps: The pickler that gepa saves the outputs with, so that they must be picklable; None where it saves none.
+        failure: The error that ended a feedback call and should end the run; gepa goes on without the records.
 
     Args:
         student: The program; it is never changed.
@@ -102,6 +104,7 @@ class CombeeAdapter(DspyAdapter):
         self.observer = observer
         self.saved_parts: dict[str, Any] = {}
         self.dumps: Callable[[Any], bytes] | None = None
+        self.failure: CombeeError | None = None
 
     # Candidates ----------------------------------------------------------------------------------------------
 
@@ -222,11 +225,16 @@ class CombeeAdapter(DspyAdapter):
 
         Raises:
             Exception: As `dspy.GEPA` does, when no component has a record.
+            CombeeError: If a feedback call fails for a reason that should end the run; `failure` holds it too.
         """
         rollouts: list[Rollout] = [data["rollout"] for data in eval_batch.trajectories or []]
         code = [component for component in components_to_update if component in self._flex_paths]
         plain = [component for component in components_to_update if component not in self._flex_paths]
-        records = self.record_maker.records(rollouts, plain)
+        try:
+            records = self.record_maker.records(rollouts, plain)
+        except CombeeError as error:
+            self.failure = error
+            raise
         if self.observer is not None:
             self.observer.note_feedback(*self.record_maker.take_feedback_calls())
         records.update({component: code_reflective_records(eval_batch) for component in code})

@@ -22,12 +22,15 @@ from dspy.utils.exceptions import (
     LMBillingError,
     LMConfigurationError,
     LMError,
+    LMInvalidRequestError,
     LMLockTimeoutError,
+    LMProviderError,
     LMRateLimitError,
     LMServerError,
     LMTimeoutError,
     LMTransportError,
     LMUnsupportedModelError,
+    is_retryable_lm_error,
 )
 
 from dspy_combee.errors import ProviderError
@@ -42,10 +45,10 @@ ATTEMPTS = 2
 _METERING = threading.Lock()
 
 # Errors that no second attempt can mend and that say nothing about the prompt.
-FATAL_ERRORS = (LMAuthError, LMBillingError, LMConfigurationError, LMUnsupportedModelError)
+_FATAL_ERRORS = (LMAuthError, LMBillingError, LMConfigurationError, LMUnsupportedModelError)
 
 # Errors that say nothing about the prompt and may pass: the executor tries again, with back-off.
-TRANSIENT_ERRORS = (LMRateLimitError, LMTimeoutError, LMTransportError, LMLockTimeoutError)
+_TRANSIENT_ERRORS = (LMRateLimitError, LMTimeoutError, LMTransportError, LMLockTimeoutError)
 # The HTTP statuses of a provider that is down or overloaded. (500 may be the prompt's doing.)
 _UNAVAILABLE = {502, 503, 504, 529}
 
@@ -116,9 +119,9 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
                 text = function()
             _check_replies(heard, json_fields)
             value, error = text if isinstance(json_fields, Mapping) else _check_text(text, json_fields), None
-        except FATAL_ERRORS as fatal:
-            raise ProviderError(f"The reflection LM refused the call: {shorten(str(fatal))}") from fatal
         except Exception as failure:
+            if is_refusal(failure):
+                raise ProviderError(f"The reflection LM refused the call: {shorten(str(failure))}") from failure
             if _may_pass(failure):
                 raise _unreachable(failure, usage_of([*history, *heard])) from failure
             error = _cause(failure, heard, json_fields)
@@ -137,9 +140,24 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
     )
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether the provider refuses whatever the prompt is: a key, a bill, an address or a model's name is wrong."""
+    # DSPy's own engine makes an invalid request of HTTP 404, LiteLLM's an unknown model.
+    return isinstance(error, _FATAL_ERRORS) or (isinstance(error, LMInvalidRequestError) and error.status == 404)
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the provider is down, overloaded or out of reach, or something else answers in its place."""
+    if type(error) is LMProviderError:  # The page of a proxy, for example; to LiteLLM's engine it is a server error.
+        return error.__cause__ is not None and isinstance(
+            error.__cause__.__cause__, json.JSONDecodeError | UnicodeDecodeError
+        )
+    return isinstance(error, Exception) and is_retryable_lm_error(error)
+
+
 def _may_pass(failure: BaseException) -> bool:
     """Whether an error says nothing about the prompt and may pass."""
-    if isinstance(failure, TRANSIENT_ERRORS):
+    if isinstance(failure, _TRANSIENT_ERRORS):
         return True
     if not isinstance(failure, LMServerError):
         return False

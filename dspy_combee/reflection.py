@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dspy
-from dspy.utils.exceptions import is_retryable_lm_error
 from gepa.proposer.reflective_mutation.reflection_lm import ReflectionProposal
 
 from dspy_combee.adapter import CombeeAdapter
 from dspy_combee.budget import CostGuard
-from dspy_combee.calls import FATAL_ERRORS, audible, hearing, usage_of
+from dspy_combee.calls import audible, hearing, is_outage, is_refusal, usage_of
 from dspy_combee.errors import CombeeError, OutOfBudgetError, ProviderError, ReflectionError
 from dspy_combee.proposer import CombeeProposer, Job, to_proposal
 from dspy_combee.records import Reduction
@@ -55,8 +54,9 @@ class RunReflection:
 
     def check(self, state: Any) -> bool:
         """A stop callback: raises the failure that should end the run, and stops it when its money is spent."""
-        if self.failure is not None:
-            raise self.failure
+        failure = self.failure or self.adapter.failure
+        if failure is not None:
+            raise failure
         return self.guard.is_spent
 
     def reflect(
@@ -74,6 +74,8 @@ class RunReflection:
         plain = [(candidate, dataset, [c for c in names if c not in code]) for candidate, dataset, names in jobs]
         positions = [f"{self.recorder.iteration}.{index}" for index in range(len(jobs))]
         try:
+            if self.adapter.failure is not None:  # Of another job of this step: it ends the run.
+                raise self.adapter.failure
             reductions = self.proposer.reduce(plain, positions)
             for job, made in zip(jobs, reductions, strict=True):
                 made.extend(self._code_reductions(job, [c for c in job[2] if c in code]))
@@ -107,7 +109,7 @@ class RunReflection:
         except Exception as error:
             if isinstance(error, CombeeError):
                 raise
-            if isinstance(error, FATAL_ERRORS) or is_retryable_lm_error(error):
+            if is_refusal(error) or is_outage(error):
                 raise ProviderError(f"The reflection LM failed on code: {shorten(str(error))}") from error
             reason = f"{type(error).__name__}: {shorten(str(error))}"
             logger.warning("The code proposer failed on %s: %s", components, reason)

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import dspy
-from dspy.utils.exceptions import AdapterParseError, is_retryable_lm_error
+from dspy.utils.exceptions import AdapterParseError
 
-from dspy_combee.calls import FATAL_ERRORS
+from dspy_combee.calls import is_outage, is_refusal
 from dspy_combee.errors import ProviderError
 from dspy_combee.records import Rollout
 from dspy_combee.secrecy import shorten
@@ -124,9 +124,8 @@ def raise_if_provider(error: BaseException) -> None:
             raise cause
         if isinstance(cause, ValueError) and str(cause).startswith("No LM is loaded"):
             raise ProviderError(str(cause)) from error  # DSPy's own text, which says what to do.
-        if isinstance(cause, Exception):
-            transient = is_retryable_lm_error(cause)
-            if transient or isinstance(cause, FATAL_ERRORS):
-                text = f"A language model call failed: {shorten(str(cause))}"
-                retry_after = getattr(cause, "retry_after", None)
-                raise ProviderError(text, transient=transient, retry_after=retry_after) from error
+        transient = is_outage(cause)
+        if transient or is_refusal(cause):
+            text = f"A language model call failed: {shorten(str(cause))}"
+            retry_after = getattr(cause, "retry_after", None)
+            raise ProviderError(text, transient=transient, retry_after=retry_after) from error

@@ -282,6 +282,43 @@ def test_an_outage_in_the_validation_of_the_seed(tmp_path, whole, provider):
     assert account(run(provider.server, log_dir=str(tmp_path))) == account(whole)
 
 
+@pytest.mark.parametrize("status", [401, 503])
+def test_a_judge_that_is_refused_or_out_of_reach_for_feedback_ends_the_run(status, provider, tmp_path):
+    """GEPA goes on where no record can be made."""
+    judge = dspy.Predict("question -> verdict")
+
+    class Judging(Metric):
+        def __call__(self, gold, pred, trace=None, pred_name=None, pred_trace=None):
+            if pred_name is not None:
+                judge(question=gold.question)
+            return super().__call__(gold, pred, trace, pred_name, pred_trace)
+
+    def judged(**options):
+        return run(provider.server, metric=Judging(), **options)
+
+    provider.fault = lambda number, at_once, request: (
+        Reply("No.", status=status) if fields_of(request) == ["verdict"] else None
+    )
+    impatient = ThreadExecutor(THREADS, Backoff(incidents=2, first_delay=0.01))
+    with pytest.raises(ProviderError, match=r"No\.") as caught:
+        judged(executor=impatient, log_dir=str(tmp_path))
+    assert caught.value.transient == (status == 503)
+    assert isinstance(caught.value.best_program, dspy.Predict)
+    assert provider.answered == N_VAL + N, "the first minibatch is the last"
+    provider.fault = lambda number, at_once, request: None
+    assert account(judged(log_dir=str(tmp_path))) == account(judged())
+
+
+@pytest.mark.parametrize("engine", ["lm15", "litellm"])
+def test_a_page_in_place_of_a_reply_is_an_outage(engine, provider, whole):
+    """A proxy that is in the way sends one, with status 200."""
+    provider.fault = lambda number, at_once, request: (
+        Reply(raw_body="<html>Back soon</html>") if number % 5 == 0 and not is_reflection(request) else None
+    )
+    assert account(run(provider.server, engine)) == account(whole)
+    assert provider.turned_away > 0
+
+
 # Refused keys
 
 
@@ -302,3 +339,15 @@ def test_a_refused_key_ends_the_run_at_once(engine, num_retries, where, provider
     # A client may meet a connection that an earlier server on this port has closed; that passes. A refusal does not.
     slowed = [message for message in caplog.messages if message.startswith("Slowing down")]
     assert all("Connection error" in message for message in slowed)
+
+
+@pytest.mark.parametrize("engine", ["lm15", "litellm"])
+@pytest.mark.parametrize("where", ["rollouts", "reflection"])
+def test_a_model_that_is_not_there_ends_the_run_at_once(engine, where, provider):
+    provider.fault = lambda number, at_once, request: (
+        Reply("no such model", status=404) if is_reflection(request) == (where == "reflection") else None
+    )
+    with pytest.raises(ProviderError, match="no such model") as caught:
+        run(provider.server, engine)
+    assert not caught.value.transient
+    assert provider.turned_away <= THREADS, "no call is tried again"

@@ -102,7 +102,16 @@ PARTS = {
         "text",
     },
     "steps": {"budget", "records", "sampling", "secrecy", "sizes", "step_log"},
-    "adapter": {"executors", "program_copies", "records", "reflective_dataset", "rollout", "scoring", "secrecy"},
+    "adapter": {
+        "errors",
+        "executors",
+        "program_copies",
+        "records",
+        "reflective_dataset",
+        "rollout",
+        "scoring",
+        "secrecy",
+    },
     "executor_options": {"executors", "ray_executor"},
     "reflection": {"adapter", "budget", "calls", "errors", "proposer", "records", "secrecy", "steps"},
     "run_parts": {
