@@ -21,6 +21,7 @@ from dspy_combee.records import Rollout, Spent, StepRecord, Usage
 from dspy_combee.reflection import RunReflection
 from dspy_combee.result import CombeeResult
 from dspy_combee.run_parts import (
+    check_gepa_state,
     has_gepa_state,
     make_adapter,
     make_executor,
@@ -32,7 +33,7 @@ from dspy_combee.sampling import BudgetedSampling, EpochSampler, resolve_selecto
 from dspy_combee.secrecy import hide_secrets, keeping_secret
 from dspy_combee.shuffle import default_num_groups
 from dspy_combee.sizes import resolve_sizer
-from dspy_combee.step_log import StepLog
+from dspy_combee.step_log import StepLog, alone_in
 from dspy_combee.steps import StepRecorder
 from dspy_combee.tracking import StepTracking, has_wandb_run
 
@@ -108,7 +109,9 @@ class Run:
             The program, with `detailed_results` when the optimizer tracks stats.
         """
         secrets = secrets_in_run(self.adapter.student, self.reflection.proposer.reflection_lm)
-        with keeping_secret(secrets), ready_to_run(self.adapter, self.valset, later=self.trainset):
+        log_dir = self.optimizer.log_dir
+        with alone_in(log_dir), keeping_secret(secrets), ready_to_run(self.adapter, self.valset, later=self.trainset):
+            check_gepa_state(log_dir, self.seed_candidate)
             return self._execute()
 
     def _execute(self) -> Any:

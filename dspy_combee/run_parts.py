@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import dspy
 from gepa.core.data_loader import ensure_loader
+from gepa.core.state import GEPAState
 
 from dspy_combee import executor_options
 from dspy_combee.adapter import CombeeAdapter, RolloutObserver
@@ -20,7 +21,7 @@ from dspy_combee.executors import Executor, in_use
 from dspy_combee.program_copies import lms_in
 from dspy_combee.proposer import CombeeProposer
 from dspy_combee.scoring import Scorer
-from dspy_combee.secrecy import secrets_of
+from dspy_combee.secrecy import secrets_of, shorten
 
 GEPA_STATE = "gepa_state.bin"
 
@@ -84,6 +85,30 @@ def make_reflection(optimizer: Any, executor: Executor) -> ReflectionParts:
 def has_gepa_state(run_dir: str | None) -> bool:
     """Whether GEPA has saved a search there."""
     return run_dir is not None and os.path.exists(os.path.join(run_dir, GEPA_STATE))
+
+
+def check_gepa_state(run_dir: str | None, components: Collection[str]) -> None:
+    """Refuse a saved search that cannot be gone on with.
+
+    Raises:
+        ValueError: If it cannot be read, or is that of a program with other components.
+    """
+    if run_dir is None or not has_gepa_state(run_dir):
+        return
+    path = os.path.join(run_dir, GEPA_STATE)
+    try:
+        saved = GEPAState.load(run_dir).program_candidates[0].keys()
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{path} is no state of a search ({type(error).__name__}: {shorten(str(error))}): give another log_dir."
+        ) from error
+    if saved != set(components):
+        raise ValueError(
+            f"{path} holds the search of another program: its components are {sorted(saved)}, here they are "
+            f"{sorted(components)}. Give another log_dir."
+        )
 
 
 def secrets_in_run(student: Any, reflection_lm: Any) -> set[str]:

@@ -12,6 +12,8 @@ from typing import Any
 from dspy_combee.redaction import REDACTED, redact
 
 _SECRETS: ContextVar[tuple[str, ...]] = ContextVar("dspy_combee_secrets", default=())
+_SECRET_VARIABLES = ("_API_KEY", "_ACCESS_KEY", "_TOKEN", "_SECRET")
+_SECRET_OPTION = re.compile("key|secret|credentials|passw|(?:^|_)token(?:_|$)")
 _SECRET_HEADER = re.compile("auth|key|token|secret|cookie|credential|passw|session", re.IGNORECASE)
 
 
@@ -76,13 +78,21 @@ def secrets_of(lms: Iterable[Any]) -> set[str]:
     """The keys and header values that language models were given, and the keys in the environment."""
     found: set[str] = set()
     for lm in lms:
-        for name, value in getattr(lm, "kwargs", {}).items():
-            if name.endswith("headers") and isinstance(value, Mapping):
-                for header, item in value.items():
-                    # `Bearer KEY` is a secret, and KEY is one by itself.
-                    parts = [str(item), *str(item).split()]
-                    found.update(part for part in parts if _SECRET_HEADER.search(str(header)) or _is_random(part))
-            elif "key" in name or "token" in name.split("_") or "secret" in name or "credentials" in name:
-                found.add(value if isinstance(value, str) else "")
-    found.update(value for name, value in os.environ.items() if name.endswith(("_API_KEY", "_TOKEN", "_SECRET")))
+        found.update(_secret_values(getattr(lm, "kwargs", {})))
+    found.update(value for name, value in os.environ.items() if name.endswith(_SECRET_VARIABLES))
     return {secret for secret in found if len(secret) >= 8}
+
+
+def _secret_values(options: Mapping[Any, Any]) -> Iterator[str]:
+    """The texts that stand under a secret's name, also in options that are groups of options (credentials)."""
+    for name, value in ((str(name), value) for name, value in options.items()):
+        if name.endswith("headers") and isinstance(value, Mapping):
+            for header, item in value.items():
+                # `Bearer KEY` is a secret, and KEY is one by itself.
+                parts = [str(item), *str(item).split()]
+                yield from (part for part in parts if _SECRET_HEADER.search(str(header)) or _is_random(part))
+        elif _SECRET_OPTION.search(name):
+            if isinstance(value, Mapping):
+                yield from _secret_values(value)
+            elif isinstance(value, str):
+                yield value

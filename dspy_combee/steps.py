@@ -13,7 +13,7 @@ from dspy_combee.records import Reduction, Rollout, StepRecord, Usage
 from dspy_combee.sampling import EpochSampler
 from dspy_combee.secrecy import shorten
 from dspy_combee.sizes import StepTiming
-from dspy_combee.step_log import StepLog, read_steps
+from dspy_combee.step_log import StepLog
 
 logger = logging.getLogger("dspy_combee")
 
@@ -98,7 +98,7 @@ class StepRecorder:
         """The steps so far, where they are kept."""
         if self.log is not None and self.kept:
             try:
-                return read_steps(self.log.path)
+                return self.log.read()
             except (OSError, ValueError) as error:
                 logger.warning("The steps cannot be read: %s", error)
         return list(self.records)
@@ -263,7 +263,12 @@ class StepRecorder:
 
     def _tell(self, record: StepRecord) -> None:
         """Tell the listeners; one that fails does not end a run that has been paid for."""
-        for listener in (*([self.log.append] if self.log is not None else []), *self.listeners):
+        if self.log is not None:
+            try:
+                self.log.append(record)
+            except Exception as error:
+                logger.warning("Step %d is not in %s yet: %s", record.iteration, self.log.path, error)
+        for listener in self.listeners:
             try:
                 listener(record)
             except Exception:

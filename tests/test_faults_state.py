@@ -3,8 +3,10 @@
 import json
 import logging
 import pickle
+import resource
 import threading
 import traceback
+from contextlib import contextmanager
 from typing import Literal
 
 import dspy
@@ -13,9 +15,13 @@ import pytest
 from dspy_combee import ProviderError, ReflectionError
 from dspy_combee.backoff import Backoff
 from dspy_combee.executors import ThreadExecutor
+from dspy_combee.secrecy import secrets_of
+from dspy_combee.step_log import read_steps
 
-from .lessons import examples, instruction, is_reflection, learn, learning_lm, make, metric, rules_in
+from .lessons import Chain, examples, instruction, is_reflection, learn, learning_lm, make, metric, rules_in
 from .openai_server import OpenAIServer, Reply
+from .playbook_lessons import learn as learn_playbook
+from .playbook_lessons import playbook_lm
 
 # LiteLLM drops clients without closing them.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
@@ -105,6 +111,90 @@ def test_a_log_dir_that_cannot_be_written_is_an_error_before_anything_is_spent(w
         learn(lm, metric=spending, log_dir=str(log_dir))
     assert not lm.calls
     assert not spending.calls
+
+
+def test_a_state_that_cannot_be_read_is_an_error_before_anything_is_spent(tmp_path):
+    learn(learning_lm(), log_dir=str(tmp_path))
+    whole = (tmp_path / "gepa_state.bin").read_bytes()
+    for data in (whole[: len(whole) // 2], b"", b"no pickle", pickle.dumps([1]), pickle.dumps({"a": 1})):
+        (tmp_path / "gepa_state.bin").write_bytes(data)
+        lm = learning_lm()
+        with pytest.raises(ValueError, match=r"gepa_state\.bin is no state of a search"):
+            learn(lm, log_dir=str(tmp_path), max_metric_calls=80)
+        assert not lm.calls
+
+
+def test_the_state_of_another_program_is_an_error_before_anything_is_spent(tmp_path):
+    learn(learning_lm(), log_dir=str(tmp_path))
+    lm = learning_lm()
+    with pytest.raises(ValueError, match=r"\['self'\], here they are \['first', 'second'\]"):
+        learn(lm, Chain(), log_dir=str(tmp_path), max_metric_calls=80)
+    assert not lm.calls
+
+
+@pytest.mark.parametrize(
+    ("learns", "model"), [(learn, learning_lm), (learn_playbook, playbook_lm)], ids=["optimizer", "playbook"]
+)
+def test_two_runs_at_once_do_not_share_a_log_dir(learns, model, tmp_path):
+    refused = []
+
+    def start_another(step):
+        lm = model()
+        with pytest.raises(ValueError, match="is in use by a run that has not ended"):
+            learns(lm, log_dir=str(tmp_path))
+        refused.append(len(lm.calls))
+
+    learns(model(), log_dir=str(tmp_path), step_callbacks=[start_another])
+    assert refused
+    assert not any(refused), "nothing is spent"
+    learns(model(), log_dir=str(tmp_path))
+
+
+@contextmanager
+def file_size_limit_kept():
+    """What the test does to the limit is undone. To a full disk it is what a test can come near to."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        yield before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_state_that_cannot_be_written_ends_the_run_and_the_one_before_it_stays(tmp_path):
+    whole = learn(learning_lm())
+    with file_size_limit_kept() as hard:
+
+        def fill(step):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+
+        with pytest.raises(OSError, match="too large") as caught:
+            learn(learning_lm(), log_dir=str(tmp_path), step_callbacks=[fill])
+    assert isinstance(caught.value.best_program, dspy.Predict)
+    resumed = learn(learning_lm(), log_dir=str(tmp_path))
+    assert instruction(resumed) == instruction(whole)
+    assert resumed.detailed_results.spent == whole.detailed_results.spent
+
+
+@pytest.mark.parametrize("until", [3, None], ids=["until step 3", "to the end"])
+def test_a_full_disk_costs_no_step(until, tmp_path, caplog):
+    """`steps.jsonl` cannot grow; the state, which is smaller, can be written."""
+    log, seen = tmp_path / "steps.jsonl", []
+    with file_size_limit_kept() as hard:
+
+        def fill(step):
+            seen.append(step.to_dict())
+            if step.iteration == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 100, hard))
+            elif step.iteration == (until or 0) - 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+        program = learn(learning_lm(), log_dir=str(tmp_path), step_callbacks=[fill])
+    assert len(seen) == 3
+    assert "Step 2 is not in" in caplog.text
+    assert [step.to_dict() for step in program.detailed_results.steps] == seen
+    assert [step.to_dict() for step in read_steps(log)] == (seen if until else seen[:1]), "whole lines"
+    resumed = learn(learning_lm(), log_dir=str(tmp_path), max_metric_calls=80).detailed_results
+    assert resumed.total_metric_calls > program.detailed_results.total_metric_calls
 
 
 # Text ----------------------------------------------------------------------------------------------------------
@@ -264,6 +354,22 @@ def test_secrets_are_in_no_log_record_report_or_file(case, engine, tmp_path, cap
     assert "refused" in everything or "[redacted]" in everything
     for secret in (KEY, HEADER, TOKEN):
         assert secret not in everything
+
+
+def test_secrets_are_found_in_the_options_of_a_model_and_in_the_environment(monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-aws")
+    monkeypatch.setenv("SORT_KEY", "customer")
+    lm = dspy.LM(
+        "openai/m",
+        api_key="secret-key",
+        azure_password="secret-password",
+        azure_ad_token="secret-token",
+        vertex_credentials={"private_key": "secret-private", "type": "service_account", "project_id": "our-project"},
+        max_tokens=1000,
+    )
+    found = secrets_of([lm])
+    assert found >= {"secret-of-aws", "secret-key", "secret-password", "secret-token", "secret-private"}
+    assert not found & {"customer", "service_account", "our-project"}
 
 
 class Agent(dspy.Module):

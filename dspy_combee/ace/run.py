@@ -28,7 +28,7 @@ from dspy_combee.records import Rollout, Spent, Usage
 from dspy_combee.sampling import EpochSampler, Place, Positions
 from dspy_combee.secrecy import keeping_secret, secrets_of
 from dspy_combee.sizes import FixedSize, ReplayedSizes, StepTiming, resolve_sizer
-from dspy_combee.step_log import StepLog
+from dspy_combee.step_log import StepLog, alone_in
 
 logger = logging.getLogger("dspy_combee")
 
@@ -139,7 +139,9 @@ class PlaybookRun:
         predictors = [predictor for _, predictor in self.program.student.named_predictors()]
         lms = [self.options.reflection_lm, dspy.settings.lm, *(predictor.lm for predictor in predictors)]
         self.learner.check([*self.trainset, *(self.valset or ())])
-        with keeping_secret(secrets_of(lm for lm in lms if lm is not None)), in_use(self.learner.executor):
+        secrets = secrets_of(lm for lm in lms if lm is not None)
+        log_dir = None if self.step_log is None else self.options.log_dir
+        with alone_in(log_dir), keeping_secret(secrets), in_use(self.learner.executor):
             return self._execute()
 
     def _execute(self) -> Any:

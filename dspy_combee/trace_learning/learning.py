@@ -34,7 +34,7 @@ from dspy_combee.records import Reduction, ReflectionRecord, Rollout, Spent, Ste
 from dspy_combee.run_parts import has_gepa_state, make_adapter, make_reflection, ready_to_run, secrets_in_run
 from dspy_combee.secrecy import keeping_secret
 from dspy_combee.sizes import StepTiming
-from dspy_combee.step_log import StepLog
+from dspy_combee.step_log import StepLog, alone_in
 from dspy_combee.steps import StepRecorder
 from dspy_combee.trace_learning.batches import (
     TraceBatch,
@@ -136,7 +136,8 @@ class TraceRun:
             Whatever is raised carries `best_program`.
         """
         secrets = secrets_in_run(self.adapter.student, self.reflection.proposer.reflection_lm)
-        with keeping_secret(secrets), ready_to_run(self.adapter, self.valset, later=self.trainset):
+        log_dir = self.optimizer.log_dir
+        with alone_in(log_dir), keeping_secret(secrets), ready_to_run(self.adapter, self.valset, later=self.trainset):
             self._execute()
 
     def _execute(self) -> None:
