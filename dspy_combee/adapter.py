@@ -26,6 +26,7 @@ from dspy_combee.reflective_dataset import RecordMaker, ReflectiveDataset, feedb
 from dspy_combee.rollout import MapStage, RolloutJob
 from dspy_combee.scoring import Scorer, program_trace
 from dspy_combee.secrecy import hide_own_secrets, holds_own_secret, shorten
+from dspy_combee.text import text_of
 
 logger = logging.getLogger("dspy_combee")
 
@@ -51,7 +52,7 @@ class CombeeAdapter(DspyAdapter):
 
     Attributes:
         saved_parts: Parts of the run whose state gepa saves and restores.
-        dumps: The pickler that gepa saves the outputs with, so that they must be picklable; None where it saves none.
+        dumps: Gives what gepa saves of an output, or raises if it cannot; None where it saves none.
         failure: The error that ended a feedback call and should end the run; gepa goes on without the records.
 
     Args:
@@ -203,16 +204,16 @@ class CombeeAdapter(DspyAdapter):
         )
 
     def _savable(self, output: Any, dumps: Callable[[Any], bytes]) -> Any:
-        """The output as gepa can save it; its fields as text where it cannot be pickled or holds a secret."""
+        """The output as gepa can save it; its fields as text where that fails or it holds a secret."""
         try:
             if not holds_own_secret(dumps(output)):
                 return output
         except Exception as error:
-            what = f"A prediction cannot be saved ({type(error).__name__}: {shorten(str(error), 100)})"
+            what = f"A prediction cannot be saved ({type(error).__name__}: {shorten(error, 100)})"
             self.scorer.warn_once("savable", what, "What is saved of such predictions is their fields as text.")
         if not isinstance(output, dspy.Prediction):
-            return hide_own_secrets(str(output))
-        return dspy.Prediction(**{name: hide_own_secrets(str(value)) for name, value in output.items()})
+            return hide_own_secrets(text_of(output))
+        return dspy.Prediction(**{name: hide_own_secrets(text_of(value)) for name, value in output.items()})
 
     # Reflection records --------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from dspy_combee.executors import Executor, ThreadExecutor
 from dspy_combee.instruction_calls import InstructionCalls
 from dspy_combee.records import Reduction
 from dspy_combee.secrecy import hide_own_secrets
-from dspy_combee.text import as_data, as_text
+from dspy_combee.text import as_data, as_text, text_of
 
 logger = logging.getLogger("dspy_combee")
 
@@ -241,4 +241,4 @@ def _stringified(record: Mapping[str, Any]) -> dict[str, Any]:
 def _stringified_value(value: Any) -> Any:
     if isinstance(value, History):
         return format_history_for_reflection(value)
-    return value if isinstance(value, Type) else str(value)
+    return value if isinstance(value, Type) else text_of(value)

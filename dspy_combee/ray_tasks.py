@@ -81,7 +81,7 @@ def _sendable_error(error: BaseException) -> BaseException:
     try:
         loads(dumps(error))
     except Exception:
-        return ExecutorError(f"{type(error).__name__}: {shorten(str(error))}")
+        return ExecutorError(f"{type(error).__name__}: {shorten(error)}")
     return error
 
 

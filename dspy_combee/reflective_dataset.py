@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from asyncio import CancelledError
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from dspy_combee.executors import Executor
 from dspy_combee.records import ReflectionRecord, Rollout, TraceStep, Usage
 from dspy_combee.scoring import Scorer, program_trace, raise_if_provider
 from dspy_combee.secrecy import shorten
+from dspy_combee.text import text_of
 
 logger = logging.getLogger("dspy_combee")
 
@@ -145,9 +147,9 @@ class RecordMaker:
                 result = self.scorer.metric(
                     rollout.example, rollout.prediction, program_trace(rollout), request.component, own_trace
                 )
-        except Exception as error:
+        except (Exception, CancelledError) as error:
             raise_if_provider(error)
-            what = f"The metric raised {type(error).__name__}: {shorten(str(error))}"
+            what = f"The metric raised {type(error).__name__}: {shorten(error)}"
             self.scorer.warn_once("feedback", what, SCORE_ALONE)
             return f"This trajectory got a score of {rollout.score}."
         finally:
@@ -179,7 +181,7 @@ class _FeedbackRequest:
 def feedback_of(result: Any) -> str | None:
     """The feedback in what a metric returned; None where there is none."""
     feedback = result.get("feedback") if isinstance(result, Mapping | dspy.Prediction) else None
-    return None if feedback is None else str(feedback)
+    return None if feedback is None else text_of(feedback)
 
 
 def _input_fields(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,8 +240,9 @@ def _added(value: Any, later: Any) -> list[Any]:
 
 def _holds(item: Any, text: str, whole: bool) -> bool:
     if isinstance(item, Mapping):
-        return any(str(value).strip() == text for value in item.values())
-    return f"\n{text}\n" in f"\n{str(item).strip()}\n" if whole else text in str(item)
+        return any(text_of(value).strip() == text for value in item.values())
+    shown = text_of(item)
+    return f"\n{text}\n" in f"\n{shown.strip()}\n" if whole else text in shown
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -34,6 +34,7 @@ from dspy_combee.program_copies import ProgramCopier
 from dspy_combee.records import Rollout, TraceStep
 from dspy_combee.scoring import Scorer, causes_of, raise_if_provider
 from dspy_combee.secrecy import keeping_secret, secrets_of, shorten
+from dspy_combee.text import text_of
 from dspy_combee.travel import dumps, loads, pack, sendable
 
 logger = logging.getLogger("dspy_combee")
@@ -153,10 +154,10 @@ class MapStage:
         with dspy.context(trace=run.trace, max_trace_size=_MAX_TRACE_SIZE):
             try:
                 prediction = _call(program, inputs)
-            except Exception as failure:
+            except (Exception, asyncio.CancelledError) as failure:  # A tool's, which is no end of the run.
                 raise_if_provider(failure)
                 failed_step = _failed_step(failure, run.predictors)
-                error = f"{type(failure).__name__}: {shorten(str(failure), 1000)}"
+                error = f"{type(failure).__name__}: {shorten(failure, 1000)}"
         if error is None and prediction is None:
             error = "the program returned nothing"
         if error is not None:
@@ -262,7 +263,7 @@ class _RunFunction:
 
 
 def _examples_by_name(runs: Sequence[_Run]) -> dict[str, Any]:
-    return {f"the example {shorten(repr(run.job.example)[:1000], 100)}": run.job.example for run in runs}
+    return {f"the example {shorten(text_of(run.job.example, repr)[:1000], 100)}": run.job.example for run in runs}
 
 
 def _bare(rollout: Rollout, own: Collection[int]) -> Rollout:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import gepa
 from gepa.core.data_loader import ensure_loader
 from gepa.strategies.eval_policy import EvaluationPolicy, FullEvaluationPolicy
@@ -26,6 +24,7 @@ from dspy_combee.run_parts import (
     make_adapter,
     make_executor,
     make_reflection,
+    output_saver,
     ready_to_run,
     secrets_in_run,
 )
@@ -183,9 +182,7 @@ class Run:
         may_fail = self.use_merge and len(self.seed_candidate) > 1
         with tempfile.TemporaryDirectory(prefix="dspy_combee_") as own_dir:
             run_dir = log_dir or (own_dir if may_fail else None)
-            keeps_outputs = self.optimizer.track_best_outputs or bool(self.extra.get("cache_evaluation"))
-            pickler = cloudpickle if self.extra.get("use_cloudpickle", True) else pickle
-            self.adapter.dumps = pickler.dumps if run_dir is not None and keeps_outputs else None
+            self.adapter.dumps = None if run_dir is None else output_saver(self.optimizer)
             try:
                 result = gepa.optimize(**self._gepa_arguments(run_dir))
             except ValueError as error:

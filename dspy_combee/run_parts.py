@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import cloudpickle
 import dspy
 from gepa.core.data_loader import ensure_loader
 from gepa.core.state import GEPAState
+from gepa.gepa_utils import json_default
 
 from dspy_combee import executor_options
 from dspy_combee.adapter import CombeeAdapter, RolloutObserver
@@ -109,6 +114,18 @@ def check_gepa_state(run_dir: str | None, components: Collection[str]) -> None:
             f"{path} holds the search of another program: its components are {sorted(saved)}, here they are "
             f"{sorted(components)}. Give another log_dir."
         )
+
+
+def output_saver(optimizer: Any) -> Callable[[Any], bytes]:
+    """Gives all that gepa saves of an output: JSON, and a pickle where its state keeps outputs."""
+    options = optimizer.gepa_kwargs
+    keeps_outputs = optimizer.track_best_outputs or options.get("cache_evaluation")
+    pickler: Any = cloudpickle if options.get("use_cloudpickle", True) else pickle
+    return partial(_saved_forms, pickler.dumps if keeps_outputs else None)
+
+
+def _saved_forms(pickled: Callable[[Any], bytes] | None, output: Any) -> bytes:
+    return json.dumps(output, default=json_default).encode() + (b"" if pickled is None else pickled(output))
 
 
 def secrets_in_run(student: Any, reflection_lm: Any) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import numbers
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -59,9 +60,9 @@ class Scorer:
         extra = {"program_trace": program_trace(rollout)} if self.wants_program_trace else {}
         try:
             result = self.metric(rollout.example, rollout.prediction, None, None, None, **extra)
-        except Exception as error:
+        except (Exception, CancelledError) as error:
             raise_if_provider(error)
-            self.warn_once("raised", f"The metric raised {type(error).__name__}: {shorten(str(error))}")
+            self.warn_once("raised", f"The metric raised {type(error).__name__}: {shorten(error)}")
             return replace(rollout, score=self.failure_score, result=None)
         score, objectives = self.coerce(result)
         return replace(rollout, score=score, result=result, objective_scores=objectives)
@@ -80,14 +81,14 @@ class Scorer:
 
     def _number(self, value: Any) -> float:
         if isinstance(value, str | bytes) or not (isinstance(value, numbers.Number) or hasattr(value, "__float__")):
-            self.warn_once("kind", f"The metric gave no number but {shorten(repr(value), 80)}")
+            self.warn_once("kind", f"The metric gave no number but {shorten(value, 80, repr)}")
             return self.failure_score
         try:
             number = float(value)
         except Exception:  # An array, a complex number, an int beyond all floats.
             number = math.nan
         if not math.isfinite(number):
-            self.warn_once("finite", f"The metric gave {shorten(repr(value), 80)}, which is no finite number")
+            self.warn_once("finite", f"The metric gave {shorten(value, 80, repr)}, which is no finite number")
             return self.failure_score
         return number
 

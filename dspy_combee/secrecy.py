@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from dspy_combee.redaction import REDACTED, redact
+from dspy_combee.text import text_of
 
 _SECRETS: ContextVar[tuple[str, ...]] = ContextVar("dspy_combee_secrets", default=())
 _SECRET_VARIABLES = ("_API_KEY", "_ACCESS_KEY", "_TOKEN", "_SECRET")
@@ -17,9 +18,9 @@ _SECRET_OPTION = re.compile("key|secret|credentials|passw|(?:^|_)token(?:_|$)")
 _SECRET_HEADER = re.compile("auth|key|token|secret|cookie|credential|passw|session", re.IGNORECASE)
 
 
-def shorten(text: str, limit: int = 500) -> str:
-    """`text` on one line, cut at `limit` characters with a mark, and without what looks like a secret."""
-    line = " ".join(hide_secrets(text).split())
+def shorten(value: object, limit: int = 500, form: Callable[[Any], str] = str) -> str:
+    """A text, or that of `value`, on one line: cut at `limit` with a mark, without what looks like a secret."""
+    line = " ".join(hide_secrets(text_of(value, form)).split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
@@ -63,7 +64,7 @@ def keeping_secret(secrets: Iterable[str]) -> Iterator[None]:
 def _cut_chain(error: BaseException) -> None:
     cause = error.__cause__ or error.__context__
     while cause is not None:
-        text = str(cause)
+        text = text_of(cause)
         if hide_secrets(text) != text:
             error.__cause__ = error.__context__ = None
             return

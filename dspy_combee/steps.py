@@ -220,7 +220,7 @@ class StepRecorder:
     def on_error(self, event: Any) -> None:
         """The step has raised; `on_iteration_end` follows."""
         error = event["exception"]
-        self._error = f"the step raised {type(error).__name__}: {shorten(str(error))}"
+        self._error = f"the step raised {type(error).__name__}: {shorten(error)}"
 
     def on_iteration_end(self, event: Any) -> None:
         """The step is over: its records are made."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -24,6 +24,14 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")
 def repair(text: str) -> str:
     """Replace lone surrogates, which no provider can receive, by U+FFFD."""
     return _SURROGATES.sub("\ufffd", text)
+
+
+def text_of(value: object, form: Callable[[Any], str] = str) -> str:
+    """`str(value)`, or another form of it; where the value's own method fails, its type and the failure's."""
+    try:
+        return form(value)
+    except Exception as error:
+        return f"<{type(value).__name__} without a text: {type(error).__name__}>"
 
 
 def as_text(text: str) -> str:
@@ -60,7 +68,7 @@ def as_data(value: Any) -> Any:
         return [as_data(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted((as_data(item) for item in value), key=str)  # The order of a set differs from run to run.
-    return as_text(_ADDRESS.sub("", str(value)))
+    return as_text(_ADDRESS.sub("", text_of(value)))
 
 
 def _same_type(value: Any) -> Any:

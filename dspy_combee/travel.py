@@ -163,7 +163,7 @@ def sendable(value: Any) -> Any:
         return {name: sendable(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [sendable(item) for item in value]
-    return shorten(repr(value), 1000)
+    return shorten(value, 1000, repr)
 
 
 @dataclass(frozen=True)

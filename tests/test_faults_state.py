@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning
 
 
 class Unpicklable(dspy.Module):
-    """It holds a lock, a lambda and a file, and so does what it returns."""
+    """It holds a lock and a lambda; what it returns can be neither pickled nor printed nor made JSON."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,12 @@ class Unpicklable(dspy.Module):
     def forward(self, question):
         with self.lock:
             answer = self.polish(self.solve(question=question).answer)
-        return dspy.Prediction(answer=answer, lock=self.lock)
+        return dspy.Prediction(answer=answer, lock=self.lock, unprintable=Unprintable(), by_pair={(1, 2): 3})
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("cannot be printed")
 
 
 class Typed(dspy.Module):
@@ -387,12 +392,13 @@ class Agent(dspy.Module):
         return self.agent(question=question)
 
 
-def test_what_a_tool_says_of_a_secret_is_in_no_record_or_file(tmp_path, caplog, monkeypatch):
+@pytest.mark.parametrize("track_best_outputs", [True, False])
+def test_what_a_tool_says_of_a_secret_is_in_no_record_or_file(track_best_outputs, tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("TOOL_TOKEN", TOKEN)
     calls = {"next_thought": "I look.", "next_tool_name": "look_up", "next_tool_args": {"name": "it"}}
     lm = learning_lm((lambda prompt: "next_tool_name" in prompt.output_fields, calls))
     with caplog.at_level(logging.DEBUG, "dspy_combee"):
-        options = {"component_selector": "all", "log_dir": str(tmp_path), "track_best_outputs": True}
+        options = {"component_selector": "all", "log_dir": str(tmp_path), "track_best_outputs": track_best_outputs}
         program = learn(lm, Agent(), max_metric_calls=30, **options)
     steps = program.detailed_results.steps
     assert any("403 for the key" in call.prompt for call in lm.calls if is_reflection(call.prompt))

@@ -1,5 +1,6 @@
 """Reflection records: one per rollout that reached the component, with the inputs, the outputs and the feedback."""
 
+import asyncio
 import itertools
 import logging
 import math
@@ -16,6 +17,7 @@ from dspy_combee.backoff import Backoff
 from dspy_combee.records import Rollout, TraceStep
 from dspy_combee.reflective_dataset import RecordMaker, feedback_of
 from dspy_combee.scoring import Scorer
+from dspy_combee.text import as_data
 
 PREDICTOR = dspy.Predict("question -> answer")
 
@@ -139,6 +141,17 @@ def test_a_score_of_zero_is_a_score(zero):
     assert feedback_of(0.0) is None
 
 
+class Unprintable:
+    def __str__(self):
+        raise RuntimeError("cannot be printed")
+
+
+def test_feedback_that_cannot_be_printed():
+    (record,) = records([rollout(call())], metric=lambda *_: {"score": 0.5, "feedback": Unprintable()})
+    assert record["Feedback"] == "<Unprintable without a text: RuntimeError>"
+    assert as_data({"value": Unprintable()}) == {"value": "<Unprintable without a text: RuntimeError>"}
+
+
 def test_metric_that_disagrees_with_itself_is_warned_of_once_and_the_score_stands(caplog):
     numbers = itertools.count()
     made = records([rollout(call(i), index=i) for i in range(20)], metric=lambda *_: 1.0 + next(numbers))
@@ -161,10 +174,11 @@ def test_odd_metric_value_at_feedback_time(result, caplog):
     assert len(caplog.records) == 1
 
 
-def test_metric_that_raises_at_feedback_time(caplog):
+@pytest.mark.parametrize("error", [LookupError, asyncio.CancelledError])
+def test_metric_that_raises_at_feedback_time(error, caplog):
     def metric(gold, pred, trace, pred_name, pred_trace):
         if gold.question == "q1":
-            raise LookupError("no such word")
+            raise error("no such word")
         return half(gold, pred, trace, pred_name, pred_trace)
 
     made = records([rollout(call(i), index=i) for i in range(3)], metric=metric)
@@ -174,7 +188,7 @@ def test_metric_that_raises_at_feedback_time(caplog):
         "solve: 1 calls, want gold",
     ]
     (record,) = caplog.records
-    assert "LookupError: no such word" in record.getMessage()
+    assert f"{error.__name__}: no such word" in record.getMessage()
 
 
 @pytest.mark.parametrize("error", [lm15.AuthError("bad key"), lm15.TransportError("no network")], ids=repr)

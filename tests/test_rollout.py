@@ -71,6 +71,14 @@ def raise_key_error(program, **more):
     raise KeyError("no such city")
 
 
+def raise_what_cannot_be_printed(program, **more):
+    raise UnprintableError
+
+
+def raise_cancelled(program, **more):
+    raise asyncio.CancelledError("by a tool")
+
+
 def return_nothing(program, **more):
     return None
 
@@ -86,11 +94,17 @@ class Unprintable:
     __repr__ = __str__
 
 
+class UnprintableError(Unprintable, Exception):
+    pass
+
+
 @pytest.mark.parametrize("num_threads", [1, 8])
 @pytest.mark.parametrize(
     ("misdeed", "reason", "steps"),
     [
         (raise_key_error, "KeyError: 'no such city'", 1),
+        (raise_what_cannot_be_printed, "UnprintableError: <UnprintableError without a text: RuntimeError>", 1),
+        (raise_cancelled, "CancelledError: by a tool", 1),
         (return_nothing, "the program returned nothing", 1),
         (fail_inside_a_predictor, "RuntimeError: cannot be printed", 2),
     ],
@@ -112,6 +126,15 @@ def test_misbehaving_program_gives_five_results_in_order(misdeed, reason, steps,
     assert len(rollouts[2].trace) == steps
     assert {step.name for step in rollouts[2].trace} == {"solve"}
     assert sorted(scored) == ["q0", "q1", "q3", "q4"], "a failed rollout is not scored by the metric"
+
+
+@pytest.mark.parametrize("num_threads", [1, 8])
+def test_a_program_that_exits_ends_the_run(num_threads):
+    def leave(program, **more):
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit, match="3"):
+        run(Misbehaving(leave), examples(5), num_threads=num_threads)
 
 
 def test_failed_call_stands_in_the_trace_with_its_own_inputs():
@@ -456,6 +479,7 @@ def test_metric_values_with_a_plain_meaning(result, expected, caplog):
         (dspy.Prediction(score=None), "no number but None"),
         (dspy.Prediction(answer="x"), "no number but None"),
         ({"score": "high"}, "no number but 'high'"),
+        pytest.param(Unprintable(), "no number but <Unprintable without a text: RuntimeError>", id="unprintable"),
     ],
     ids=repr,
 )
@@ -479,17 +503,25 @@ def test_scores_above_the_perfect_one_stand_and_are_warned_of_once(caplog):
     assert score(10, caplog, perfect_score=10.0) == (10.0, [])
 
 
-def test_metric_that_raises_on_one_example(caplog):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ZeroDivisionError("no words"), "ZeroDivisionError: no words"),
+        (asyncio.CancelledError("by a tool"), "CancelledError: by a tool"),
+        pytest.param(UnprintableError(), "UnprintableError: <UnprintableError without a text", id="unprintable"),
+    ],
+)
+def test_metric_that_raises_on_one_example(error, said, caplog):
     def metric(gold, pred, *_):
         if gold.question == "q2":
-            raise ZeroDivisionError("no words")
+            raise error
         return -1.0
 
     rollouts = run(dspy.Predict("question -> answer"), examples(5), metric=metric, failure_score=-7.0)
     assert [rollout.score for rollout in rollouts] == [-1.0, -1.0, -7.0, -1.0, -1.0]
     assert [rollout.error for rollout in rollouts] == [None] * 5, "the program did nothing wrong"
     (record,) = caplog.records
-    assert "ZeroDivisionError: no words" in record.getMessage()
+    assert said in record.getMessage()
 
 
 def test_objective_scores(caplog):
