@@ -117,4 +117,8 @@ class Throttle:
                 self.limit = max(1, self.limit // 2)
                 self._resume_at = now + self.backoff.delay(self._incidents, asked)
             patient = asked is None or asked <= self.backoff.max_delay
-            return patient and attempts < self.backoff.attempts and self._incidents < self.backoff.incidents
+            if patient and self._incidents < self.backoff.incidents:
+                return attempts < self.backoff.attempts
+            self._incidents, self._resume_at = 0, now  # Who gives up ends; the next run on these slots begins anew.
+            self._condition.notify_all()
+            return False

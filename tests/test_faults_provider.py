@@ -203,6 +203,18 @@ def test_a_provider_that_asks_for_an_hour_is_given_up_at_once(provider):
     assert provider.calls <= THREADS
 
 
+@pytest.mark.parametrize("retry_after", ["3600", "0"], ids=["asks for an hour", "six incidents"])
+def test_an_executor_that_gave_up_serves_the_next_run(retry_after, provider, whole):
+    executor = ThreadExecutor(THREADS, QUICK)
+    slow_down = Reply("quota", status=429, headers={"Retry-After": retry_after})
+    provider.fault = lambda number, at_once, request: slow_down
+    with pytest.raises(ProviderError, match="quota"):
+        run(provider.server, executor=executor)
+    again = iter([Reply("slow down", status=429)])
+    provider.fault = lambda number, at_once, request: next(again, None)
+    assert account(run(provider.server, executor=executor)) == account(whole)
+
+
 def test_width_drops_by_half_and_comes_back_one_by_one():
     throttle = Throttle(8, Backoff(first_delay=0.001))
     assert throttle.slow_down(1, None)
