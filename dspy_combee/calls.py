@@ -45,7 +45,7 @@ ATTEMPTS = 2
 _METERING = threading.Lock()
 
 # Errors that no second attempt can mend and that say nothing about the prompt.
-_FATAL_ERRORS = (LMAuthError, LMBillingError, LMConfigurationError, LMUnsupportedModelError)
+FATAL_ERRORS = (LMAuthError, LMBillingError, LMConfigurationError, LMUnsupportedModelError)
 
 # Errors that say nothing about the prompt and may pass: the executor tries again, with back-off.
 _TRANSIENT_ERRORS = (LMRateLimitError, LMTimeoutError, LMTransportError, LMLockTimeoutError)
@@ -143,7 +143,7 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
 def is_refusal(error: BaseException) -> bool:
     """Whether the provider refuses whatever the prompt is: a key, a bill, an address or a model's name is wrong."""
     # DSPy's own engine makes an invalid request of HTTP 404, LiteLLM's an unknown model.
-    return isinstance(error, _FATAL_ERRORS) or (isinstance(error, LMInvalidRequestError) and error.status == 404)
+    return isinstance(error, FATAL_ERRORS) or (isinstance(error, LMInvalidRequestError) and error.status == 404)
 
 
 def is_outage(error: BaseException) -> bool:
