@@ -42,7 +42,7 @@ from benchmarks._options import above_zero, whole
 from benchmarks.run import SIMULATED, spread
 from benchmarks.tasks import LOSSES, SIZES, Pace, Task, load_task
 from dspy_combee import CombeeError, CombeeOptimizer, PlaybookOptimizer
-from dspy_combee.demo import _quiet_logs
+from dspy_combee.command_line import quiet_logs
 from dspy_combee.lengths import estimate_tokens
 from dspy_combee.testing import find_lessons
 
@@ -97,7 +97,7 @@ def run_trial(trial: Trial) -> Finding:
     settings = trial.settings
     task = load_task(trial.task, trial.data, trial.sizes)
     models = settings.models(task, trial.seed)
-    with _quiet_logs(), dspy.context(lm=models.task_lm):
+    with quiet_logs(), dspy.context(lm=models.task_lm):
         program, seconds = timed(_learner(trial, task, models))
         accuracy, _ = judge(program, task, settings.num_threads)
     text = "\n".join(predictor.signature.instructions for _, predictor in program.named_predictors())

@@ -43,7 +43,7 @@ from benchmarks._cells import (
 from benchmarks._options import above_zero, whole
 from benchmarks.tasks import LOSSES, SIZES, Pace, Task, load_task
 from dspy_combee.calls import FATAL_ERRORS
-from dspy_combee.demo import _quiet_logs
+from dspy_combee.command_line import quiet_logs
 from dspy_combee.errors import ProviderError
 
 PHASES = ("profiling", "rollouts", "validation", "feedback", "reflection")
@@ -347,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         factor=options.factor if options.model is None else None,
     )
     cells = grid(options.task, options.optimizer, options.minibatch_size, options.seeds)
-    with tempfile.TemporaryDirectory() as temporary, _quiet_logs():
+    with tempfile.TemporaryDirectory() as temporary, quiet_logs():
         folder = options.out or Path(temporary)
         try:
             tasks = {name: load_task(name, options.data, options.sizes) for name in options.task}

@@ -36,7 +36,7 @@ from benchmarks._cells import judge, run_program, timed, versions
 from benchmarks._options import above_zero
 from benchmarks.tasks import LOSSES, Pace
 from dspy_combee import Playbook, PlaybookOptimizer, Trace, traces_from
-from dspy_combee.demo import _quiet_logs
+from dspy_combee.command_line import quiet_logs
 from dspy_combee.testing import CapacityLoss, PowerLoss, Role, SimulatedLM, Student, count_tokens, read_code
 from dspy_combee.testing.playbook_simulation import playbook_roles
 from dspy_combee.testing.tasks import Task, conventions_task
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     factor = None if options.quick else options.factor
     names = ", ".join(f"{name} {number}" for name, number in versions().items())
     print(f"SIMULATED: no language model is called. {names}.\n{Pace(factor)}")
-    with _quiet_logs():
+    with quiet_logs():
         for loss in options.loss or LOSSES:
             print_table(loss, SEEDS[:1] if options.quick else SEEDS, factor)
     print(

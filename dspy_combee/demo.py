@@ -1,27 +1,25 @@
 """`python -m dspy_combee demo`: `CombeeOptimizer` from end to end, beside one flat reflection call and a control.
 
 Without `--model` nothing leaves the machine: a simulated student and a simulated reflection model take the place
-of a language model, and the output says so. The only module that prints.
+of a language model, and the output says so.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import dspy
-from dspy.utils.exceptions import AdapterParseError, LMError
+from dspy.utils.exceptions import AdapterParseError
 
-from dspy_combee import CombeeError, CombeeOptimizer, ThreadExecutor
+from dspy_combee import CombeeOptimizer, ThreadExecutor
+from dspy_combee.command_line import CommandError, positive, reachable_lm, run_command
 from dspy_combee.testing import (
     AnswerKey,
     CapacityLoss,
@@ -49,8 +47,8 @@ BASE_ABILITY = 0.5
 _DATA_TASKS = {"formula": formula_task, "finer": finer_task}
 
 
-class DemoError(Exception):
-    """The demo cannot run; the message is for the user."""
+class DemoError(CommandError):
+    """The demo cannot run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,9 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="NAME", help="the model that does the task, as dspy.LM takes it (openai/gpt-4o-mini)")
     add("--reflection-model", metavar="NAME", help="the model that reflects (default: the same as --model)")
     add("--api-base", metavar="URL", help="address of the models' server; DSPy wants some key set for it too")
-    add("--num-threads", metavar="N", type=_positive, default=8, help="calls in flight at most (default: 8)")
-    add("--minibatch-size", metavar="N", type=_positive, default=40, help="examples per step, n (default: 40)")
-    add("--budget", metavar="N", type=_positive, default=600, help="metric calls of one run (default: 600)")
+    add("--num-threads", metavar="N", type=positive, default=8, help="calls in flight at most (default: 8)")
+    add("--minibatch-size", metavar="N", type=positive, default=40, help="examples per step, n (default: 40)")
+    add("--budget", metavar="N", type=positive, default=600, help="metric calls of one run (default: 600)")
     add("--seed", metavar="N", type=int, default=0, help="seed of data, minibatches and shuffles (default: 0)")
     add("--save", metavar="FILE", type=Path, help="save the learned program to FILE (.json)")
     add("--compare", action="store_true", help="with --model: also run the flat call and the control (costs money)")
@@ -77,44 +75,7 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         The exit status: 0, 2 for options or files that are no good, 1 for a run that failed, 130 for Ctrl-C.
     """
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # its price map is not worth a download
-    try:
-        with _quiet_logs():
-            demo = _simulated(options) if options.model is None else _real(options)
-            demo.play()
-    except DemoError as error:
-        return _fail(error, 2)
-    except (LMError, CombeeError, OSError) as error:
-        return _fail(error, 1)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-    return 0
-
-
-@contextmanager
-def _quiet_logs() -> Iterator[None]:
-    """What goes wrong for good is raised; the rest would only break up the table."""
-    loggers = [logging.getLogger(name) for name in ("dspy", "dspy_combee", "LiteLLM")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def _fail(error: object, status: int) -> int:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    print(f"error: {lines[0][:500]}", file=sys.stderr)
-    return status
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
+    return run_command(lambda: (_simulated(options) if options.model is None else _real(options)).play())
 
 
 # What is run ------------------------------------------------------------------------------------------------
@@ -365,21 +326,12 @@ def _task(options: argparse.Namespace, seed: int) -> Task:
 
 def _real(options: argparse.Namespace) -> _Demo:
     task = _task(options, options.seed)
-    lm = _reachable_lm(options.model, options.api_base)
+    lm = reachable_lm("--model", options.model, options.api_base)
     reflection_model = options.reflection_model or options.model
-    reflection_lm = lm if reflection_model == options.model else _reachable_lm(reflection_model, options.api_base)
+    reflection_lm = (
+        lm if reflection_model == options.model else reachable_lm("--model", reflection_model, options.api_base)
+    )
     headline = f"CombeeOptimizer with {options.model}, reflection by {reflection_model}. Calls may cost money."
     closing = "" if options.compare else "\nOnly the main run was made; --compare adds the flat call and the control."
     arms = _ARMS if options.compare else _ARMS[:1]
     return _Demo(headline, [_Trial(options.seed, task, lm, reflection_lm)], arms, options, closing)
-
-
-def _reachable_lm(model: str, api_base: str | None) -> Any:
-    """The LM, after one short call, so that a missing key or a server that is down ends the demo at once."""
-    settings: dict[str, Any] = {} if api_base is None else {"api_base": api_base}
-    try:
-        lm = dspy.LM(model, **settings)
-        lm.copy(num_retries=0, cache=False)("Say OK.")
-    except (ValueError, TypeError) as error:
-        raise DemoError(f"--model {model!r}: {error}") from error
-    return lm

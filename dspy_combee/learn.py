@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import os
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, overload
 
 import dspy
-from dspy.utils.exceptions import LMError
 
 from dspy_combee.aggregation import TreeAggregator
-from dspy_combee.errors import CombeeError, ReflectionError
+from dspy_combee.command_line import CommandError, positive, reachable_lm, run_command
+from dspy_combee.errors import ReflectionError
 from dspy_combee.playbook import Playbook
 from dspy_combee.playbook_optimizer import PlaybookOptimizer
 from dspy_combee.playbook_records import PlaybookStep
@@ -35,10 +31,6 @@ secret is redacted. The provider's key is read from the environment (for example
 SIMULATED = """\
 SIMULATED: no language model is called. The simulated one knows only lessons of the form
 "Convention TOPIC: statement." in the feedback of the traces, and loses some. It shows the steps, not a result."""
-
-
-class LearnError(Exception):
-    """The command cannot go on; the message is for the user."""
 
 
 class Task(dspy.Signature):  # type: ignore[metaclass]
@@ -59,17 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--reflection-model", metavar="NAME", help="as dspy.LM takes it (openai/gpt-4o-mini)")
     model.add_argument("--simulate", action="store_true", help="a simulated model instead, to see how it goes")
     add("--api-base", metavar="URL", help="address of the model's server; DSPy wants some key set for it too")
-    add("--num-threads", metavar="N", type=_positive, default=8, help="calls in flight at most (default: 8)")
-    add("--minibatch-size", metavar="N", type=_positive, help="traces per step (default: 30; timed from 150 traces on)")
-    add("--epochs", metavar="N", type=_positive, default=1, help="passes over the traces (default: 1)")
+    add("--num-threads", metavar="N", type=positive, default=8, help="calls in flight at most (default: 8)")
+    add("--minibatch-size", metavar="N", type=positive, help="traces per step (default: 30; timed from 150 traces on)")
+    add("--epochs", metavar="N", type=positive, default=1, help="passes over the traces (default: 1)")
     add("--playbook", metavar="START", type=Path, help="the playbook to start from")
-    add("--max-context-tokens", metavar="N", type=_positive, help="what one call may read; longer traces are cut")
+    add("--max-context-tokens", metavar="N", type=positive, help="what one call may read; longer traces are cut")
     add("--max-cost", metavar="DOLLARS", type=float, help="end when so much has been spent")
     add("--log-dir", metavar="FOLDER", type=Path, help="keep state and steps: go on from there, make a report of it")
     add("--seed", metavar="N", type=int, default=0, help="seed of order and shuffles (default: 0)")
     add("--format", choices=FORMATS, default="auto", help="form of the traces (default: auto)")
     add("--on-error", choices=ON_ERROR, default="raise", help="what to do at a bad trace (default: raise)")
-    add("--limit", metavar="N", type=_positive, help="read the first N traces only")
+    add("--limit", metavar="N", type=positive, help="read the first N traces only")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -78,17 +70,7 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         The exit status: 0, 2 for options or files that are no good, 1 for a run that failed, 130 for Ctrl-C.
     """
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # its price map is not worth a download
-    try:
-        with _quiet_logs():
-            _learn(options)
-    except (LearnError, TraceError, ImportError) as error:
-        return _fail(error, 2)
-    except (LMError, CombeeError, OSError, ValueError) as error:
-        return _fail(error, 1)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-    return 0
+    return run_command(lambda: _learn(options), (TraceError, ImportError), (ValueError,))
 
 
 def _learn(options: argparse.Namespace) -> None:
@@ -97,7 +79,7 @@ def _learn(options: argparse.Namespace) -> None:
     print(f"{SIMULATED}\n" if options.simulate else f"Reflection by {options.reflection_model}: calls cost money.")
     print(f"Reading {options.traces} ...", flush=True)
     if not traces:
-        raise LearnError(f"{options.traces} holds no traces")
+        raise CommandError(f"{options.traces} holds no traces")
     optimizer = _optimizer(options, _Progress(len(traces) * options.epochs))
     bad = traces.bad
     print(f"{len(traces):,} traces{f'; {bad:,} bad ones are left out' if bad else ''}.", flush=True)
@@ -122,25 +104,25 @@ def _learn(options: argparse.Namespace) -> None:
 def _check_out(options: argparse.Namespace) -> None:
     out, start = options.out, options.playbook
     if not out.parent.is_dir():
-        raise LearnError(f"--out {out}: there is no folder {out.parent}")
+        raise CommandError(f"--out {out}: there is no folder {out.parent}")
     if out.is_dir():
-        raise LearnError(f"--out {out} is a folder; expected a file")
+        raise CommandError(f"--out {out} is a folder; expected a file")
     if out.exists() and not (start is not None and start.exists() and out.samefile(start)):
-        raise LearnError(f"--out {out} is there already: give another one, or go on from it with --playbook {out}")
+        raise CommandError(f"--out {out} is there already: give another one, or go on from it with --playbook {out}")
     try:
         with tempfile.TemporaryFile(dir=out.resolve().parent):
             pass
     except OSError as error:
-        raise LearnError(f"--out {out} cannot be written: {error}") from error
+        raise CommandError(f"--out {out} cannot be written: {error}") from error
     if options.simulate and (options.api_base or options.max_cost):
-        raise LearnError("--api-base and --max-cost need --reflection-model")
+        raise CommandError("--api-base and --max-cost need --reflection-model")
 
 
 def _optimizer(options: argparse.Namespace, progress: _Progress) -> PlaybookOptimizer:
     try:
         start = Playbook.load(options.playbook) if options.playbook else None
     except (OSError, ValueError) as error:
-        raise LearnError(f"--playbook {options.playbook}: {error}") from error
+        raise CommandError(f"--playbook {options.playbook}: {error}") from error
     try:
         return PlaybookOptimizer(
             _no_metric,
@@ -158,7 +140,7 @@ def _optimizer(options: argparse.Namespace, progress: _Progress) -> PlaybookOpti
             verbose=False,
         )
     except (ValueError, TypeError) as error:
-        raise LearnError(error) from error
+        raise CommandError(error) from error
 
 
 def _no_metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
@@ -166,16 +148,10 @@ def _no_metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, p
 
 
 def _lm(options: argparse.Namespace) -> Any:
-    """The reflection LM, after one short call, so that a missing key or a server that is down shows at once."""
+    """The reflection LM."""
     if options.simulate:
         return SimulatedLM(options.seed, roles=playbook_roles(), model="simulated/reflection")
-    settings: dict[str, Any] = {} if options.api_base is None else {"api_base": options.api_base}
-    try:
-        lm = dspy.LM(options.reflection_model, **settings)
-        lm.copy(num_retries=0, cache=False)("Say OK.")
-    except (ValueError, TypeError) as error:
-        raise LearnError(f"--reflection-model {options.reflection_model!r}: {error}") from error
-    return lm
+    return reachable_lm("--reflection-model", options.reflection_model, options.api_base)
 
 
 def _save(program: Any, out: Path, what: str) -> None:
@@ -240,30 +216,4 @@ def _of_no_program(options: argparse.Namespace) -> _OfNoProgram:
     try:
         return _OfNoProgram(load_traces(options.traces, options.format, options.on_error), options.limit)
     except FileNotFoundError as error:
-        raise LearnError(error) from error
-
-
-@contextmanager
-def _quiet_logs() -> Iterator[None]:
-    """What goes wrong for good is raised, and the steps are printed."""
-    loggers = [logging.getLogger(name) for name in ("dspy", "dspy_combee", "LiteLLM")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def _fail(error: object, status: int) -> int:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    print(f"error: {lines[0][:500]}", file=sys.stderr)
-    return status
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
+        raise CommandError(error) from error

@@ -112,11 +112,11 @@ class TestRealModel:
     def reachable(self, monkeypatch):
         self.asked = []
 
-        def reachable_lm(model, api_base):
+        def reachable_lm(option, model, api_base):
             self.asked.append((model, api_base))
             return SimulatedLM(model=model)
 
-        monkeypatch.setattr(demo, "_reachable_lm", reachable_lm)
+        monkeypatch.setattr(demo, "reachable_lm", reachable_lm)
 
     def test_only_the_main_run_by_default(self, capsys):
         assert main(["demo", "--model", "some/model", "--api-base", "http://x/v1", "--budget", "200"]) == 0

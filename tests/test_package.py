@@ -185,8 +185,10 @@ TABLE = {
     "run": set(PARTS),
     "optimizer": set(PARTS) | {"run"},
     "playbook_optimizer": set(PARTS) - {"adapter", "proposer", "reflection", "run_parts", "trace_learning"},
-    "demo": FRONT_DOORS | {"__init__", "testing", "report", "traces", "errors"},
-    "learn": FRONT_DOORS | {"aggregation", "errors", "playbook", "playbook_records", "testing", "traces"},
+    "command_line": {"errors"},
+    "demo": FRONT_DOORS | {"__init__", "command_line", "testing", "report", "traces", "errors"},
+    "learn": FRONT_DOORS
+    | {"aggregation", "command_line", "errors", "playbook", "playbook_records", "testing", "traces"},
     "__main__": FRONT_DOORS | {"testing", "demo", "learn", "report", "traces", "errors"},
     "__init__": FRONT_DOORS | set(PARTS),
 }
