@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +23,11 @@ def shorten(value: object, limit: int = 500, form: Callable[[Any], str] = str) -
     """A text, or that of `value`, on one line: cut at `limit` with a mark, without what looks like a secret."""
     line = " ".join(hide_secrets(text_of(value, form)).split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback of an error as a log may show it, without what looks like a secret."""
+    return hide_secrets("".join(traceback.format_exception(error)).rstrip())
 
 
 def hide_own_secrets(value: Any) -> Any:

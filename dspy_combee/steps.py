@@ -11,7 +11,7 @@ from typing import Any
 from dspy_combee.budget import Ledger
 from dspy_combee.records import Reduction, Rollout, StepRecord, Usage
 from dspy_combee.sampling import EpochSampler
-from dspy_combee.secrecy import shorten
+from dspy_combee.secrecy import shorten, traceback_of
 from dspy_combee.sizes import StepTiming
 from dspy_combee.step_log import StepLog
 
@@ -271,8 +271,8 @@ class StepRecorder:
         for listener in self.listeners:
             try:
                 listener(record)
-            except Exception:
-                logger.warning("A step callback raised an error; the run goes on.", exc_info=True)
+            except Exception as error:
+                logger.warning("A step callback raised an error; the run goes on.\n%s", traceback_of(error))
 
     def _flaw(self, records: Sequence[StepRecord]) -> str:
         """Why the step's time is no measurement of its size; empty when it is one."""

@@ -361,6 +361,22 @@ def test_secrets_are_in_no_log_record_report_or_file(case, engine, tmp_path, cap
         assert secret not in everything
 
 
+@pytest.mark.parametrize(
+    ("learns", "model"), [(learn, learning_lm), (learn_playbook, playbook_lm)], ids=["optimizer", "playbook"]
+)
+def test_what_a_step_callback_says_of_a_secret_is_in_no_log(learns, model, caplog, monkeypatch):
+    monkeypatch.setenv("DASHBOARD_TOKEN", TOKEN)
+
+    def report(step):
+        raise RuntimeError(f"403 for {TOKEN}")
+
+    learns(model(), step_callbacks=[report])
+    assert "RuntimeError: 403 for [redacted]" in caplog.text
+    assert "in report" in caplog.text
+    assert TOKEN not in caplog.text
+    assert not any(record.exc_info for record in caplog.records)
+
+
 def test_secrets_are_found_in_the_options_of_a_model_and_in_the_environment(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-aws")
     monkeypatch.setenv("SORT_KEY", "customer")

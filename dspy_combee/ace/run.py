@@ -26,7 +26,7 @@ from dspy_combee.playbook_records import PlaybookStep
 from dspy_combee.progress import ProgressLine
 from dspy_combee.records import Rollout, Spent, Usage
 from dspy_combee.sampling import EpochSampler, Place, Positions
-from dspy_combee.secrecy import keeping_secret, secrets_of
+from dspy_combee.secrecy import keeping_secret, secrets_of, traceback_of
 from dspy_combee.sizes import FixedSize, ReplayedSizes, StepTiming, resolve_sizer
 from dspy_combee.step_log import StepLog, alone_in
 
@@ -388,8 +388,8 @@ class PlaybookRun:
         for callback in self.options.step_callbacks:
             try:
                 callback(record)
-            except Exception:
-                logger.exception("A step callback failed: %r", callback)
+            except Exception as error:
+                logger.error("A step callback failed: %r\n%s", callback, traceback_of(error))
 
     def _log_interrupt(self) -> None:
         if self.state_file is None:
