@@ -267,7 +267,7 @@ class CombeeOptimizer(dspy.GEPA):
         Raises:
             AssertionError: As in `dspy.GEPA`: no trainset (and no traces), or a teacher.
             TypeError, ValueError: If `traces` are no traces, are empty, name a predictor that the program does not
-                have, or `log_dir` holds the state of another run.
+                have, or `log_dir` holds the state of another run or is in use by one.
             ReflectionError: If reflection fails in three steps in a row.
             ProviderError: If a language model's provider refuses a call for good or cannot be reached.
 

@@ -188,7 +188,7 @@ class PlaybookOptimizer(Teleprompter):
             UnknownCostError: If `max_reflection_cost` is set and the reflection LM reports no cost.
             TypeError: If the student or an example is of the wrong type.
             ValueError: If there is no trainset and no trace, a teacher is given, the program has no predictor, a trace
-                is of a predictor that is not there, or `log_dir` holds the state of another run.
+                is of a predictor that is not there, or `log_dir` holds the state of another run or is in use by one.
 
             Whatever is raised once learning has begun carries `best_program`.
         """
