@@ -86,7 +86,7 @@ PARTS = {
     "sampling": {"budget", "sizes"},
     "reflective_dataset": {"calls", "executors", "records", "scoring", "secrecy"},
     "rollout": {"calls", "errors", "executors", "program_copies", "records", "scoring", "secrecy", "travel"},
-    "ray_executor": {"errors", "executors", "ray_tasks", "secrecy", "travel"},
+    "ray_executor": {"checks", "errors", "executors", "ray_tasks", "secrecy", "travel"},
     "report": {"provenance", "records", "step_log"},
     "proposer": {
         "aggregation",
