@@ -56,6 +56,10 @@ _OBJECT = re.compile(r'\{\s*"')
 _CUT_OFF = {"length", "max_tokens", "incomplete", "content_filter", "error"}
 
 
+class MisuseError(TypeError):
+    """What the user gave to make the calls does not do what it must, so that no second attempt can mend it."""
+
+
 class UnusableReplyError(ValueError):
     """The reply of a language model cannot be used; the message says why."""
 
@@ -104,6 +108,7 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
     Raises:
         ProviderError: If the provider refuses the call for good (authentication, billing, configuration), or, as
             a transient one, if it turns the call away or cannot be reached.
+        MisuseError: If `function` does.
     """
     started = time.perf_counter()
     history: list[Mapping[str, Any]] = []
@@ -116,6 +121,8 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
                 text = function()
             _check_replies(heard, json_fields)
             value, error = text if isinstance(json_fields, Mapping) else _check_text(text, json_fields), None
+        except MisuseError:
+            raise
         except FATAL_ERRORS as fatal:
             raise ProviderError(f"The reflection LM refused the call: {shorten(str(fatal))}") from fatal
         except Exception as failure:

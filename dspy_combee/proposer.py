@@ -81,14 +81,11 @@ class CombeeProposer(InstructionProposer):
             raise TypeError("base is a CombeeProposer already; give the proposer that its level-1 calls should use.")
         if reflection_lm is not None:
             check_lm("reflection_lm", reflection_lm)
-        if num_groups is not None:
-            check_int("num_groups", num_groups)
-        check_int("duplication_factor", duplication_factor)
         self.base = InstructionProposer() if base is None else base
         self.reflection_lm = reflection_lm
         self.aggregator = resolve_aggregator(aggregator)
-        self.num_groups = num_groups
-        self.duplication_factor = duplication_factor
+        self.num_groups = None if num_groups is None else check_int("num_groups", num_groups)
+        self.duplication_factor = check_int("duplication_factor", duplication_factor)
         self.executor: Executor | None = None if num_threads is None else ThreadExecutor(num_threads)
         self.seed = seed
         self._reset()

@@ -64,7 +64,7 @@ PARTS = {
     "backoff": set(),
     "testing": set(),
     "redaction": set(),
-    "sizes": {"batch_size"},
+    "sizes": {"batch_size", "checks"},
     "playbook": {"errors"},
     "provenance": {"records"},
     "tracking": {"records"},
