@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import dspy
 from dspy.adapters.json_adapter import JSONAdapter
+from dspy.utils.callback import BaseCallback
 from dspy.utils.exceptions import (
     LMAuthError,
     LMBillingError,
@@ -85,11 +86,26 @@ class LMCallResult:
     usage: Usage
 
 
-@dataclass(frozen=True)
-class _Ear:
-    """Stands among the modules that a call is made in."""
+class _Ear(BaseCallback):
+    """Stands among the modules that a call is made in, where DSPy keeps a history; else it is a callback."""
 
-    history: list[Mapping[str, Any]]
+    def __init__(self, heard: list[Mapping[str, Any]]) -> None:
+        self.heard = heard
+
+    @property
+    def history(self) -> _Ear:
+        return self
+
+    def __len__(self) -> int:
+        return 0  # DSPy drops the oldest entry of what has max_history_size of them.
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        self.heard.append(entry)
+
+    def on_lm_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
+        """A call of which nothing else is known, such as its cost."""
+        if exception is None:
+            self.heard.append({})
 
 
 def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | Mapping[str, type] = ()) -> LMCallResult:
@@ -186,12 +202,15 @@ def audible() -> dict[str, Any]:
 def hearing(history: list[Mapping[str, Any]]) -> Iterator[None]:
     """While this lasts, the language-model calls that are made inside are added to `history`.
 
-    Where DSPy's history is turned off (`disable_history`), nothing is.
+    Where DSPy's history is turned off (`disable_history`), an empty entry is, which stands for a call of unknown cost.
     """
     # DSPy adds each call to the `history` of every module that it was made in.
-    ear = _Ear(history)
+    place = "caller_modules"
+    if dspy.settings.disable_history or dspy.settings.max_history_size == 0:
+        place = "callbacks"
+    listening = {place: [*(dspy.settings.get(place) or []), _Ear(history)]}
     # The caller's trace would keep all that these calls were shown, 10,000 of them.
-    with dspy.context(caller_modules=[*(dspy.settings.caller_modules or []), ear], trace=[]):
+    with dspy.context(trace=[], **listening):
         yield
 
 

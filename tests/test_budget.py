@@ -436,6 +436,27 @@ def test_spent_adds_up_over_a_resume(tmp_path):
     assert tally(spent.usage_in("reflection")) == by_role(lm)["reflection"]
 
 
+@pytest.mark.parametrize(
+    "settings", [{"disable_history": True}, {"max_history_size": 0}, {"max_history_size": 1}], ids=str
+)
+def test_every_call_is_counted_whatever_history_dspy_keeps(settings):
+    """A program of two calls, and a metric that asks for feedback: no cost is known of any."""
+    judge = dspy.Predict("question -> verdict")
+
+    def judged(gold, pred, trace=None, pred_name=None, pred_trace=None):
+        if pred_name is not None:
+            judge(question=f"question {gold.number}")
+        return metric(gold, pred, trace, pred_name, pred_trace)
+
+    lm = learning_lm()
+    with dspy.context(**settings):
+        spent = learn(lm, Chain(), metric=judged).detailed_results.spent
+    assert spent.usage.calls == len(lm.calls)
+    for phase in ("validation", "rollouts", "feedback", "reflection"):
+        assert spent.usage_in(phase).calls > 0
+        assert spent.usage_in(phase).cost is None
+
+
 def test_cache_hits_are_calls_that_cost_nothing():
     lm, counting = learning_lm(cache=True), Counting()
     options = {"n_train": 20, "n_val": 5, "metric": counting, "reflection_minibatch_size": 6, "max_metric_calls": 60}
