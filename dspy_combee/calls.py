@@ -23,12 +23,9 @@ from dspy.utils.exceptions import (
     LMBillingError,
     LMConfigurationError,
     LMError,
-    LMLockTimeoutError,
-    LMRateLimitError,
     LMServerError,
-    LMTimeoutError,
-    LMTransportError,
     LMUnsupportedModelError,
+    is_retryable_lm_error,
 )
 
 from dspy_combee.errors import ProviderError
@@ -45,9 +42,7 @@ _METERING = threading.Lock()
 # Errors that no second attempt can mend and that say nothing about the prompt.
 FATAL_ERRORS = (LMAuthError, LMBillingError, LMConfigurationError, LMUnsupportedModelError)
 
-# Errors that say nothing about the prompt and may pass: the executor tries again, with back-off.
-TRANSIENT_ERRORS = (LMRateLimitError, LMTimeoutError, LMTransportError, LMLockTimeoutError)
-# The HTTP statuses of a provider that is down or overloaded. (500 may be the prompt's doing.)
+# The HTTP statuses of a provider that is down or overloaded.
 _UNAVAILABLE = {502, 503, 504, 529}
 
 # Only what a reply begins with is thinking; a tag further on is part of what it says.
@@ -160,12 +155,14 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
     )
 
 
-def _may_pass(failure: BaseException) -> bool:
-    """Whether an error says nothing about the prompt and may pass."""
-    if isinstance(failure, TRANSIENT_ERRORS):
-        return True
+def _may_pass(failure: Exception) -> bool:
+    """Whether an error says nothing about the prompt and may pass: the executor tries again, with back-off.
+
+    Not every one that DSPy would try again, as `scoring.raise_if_provider` does for rollouts: a server error (500) may
+    be the prompt's doing. Here it fails one call of a tree, which does without; there it would blame the candidate.
+    """
     if not isinstance(failure, LMServerError):
-        return False
+        return is_retryable_lm_error(failure)
     cause: BaseException | None = failure
     while cause is not None:
         if type(cause).__name__ == "APIConnectionError":

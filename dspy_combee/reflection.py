@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dspy
-from dspy.utils.exceptions import is_retryable_lm_error
 from gepa.proposer.reflective_mutation.reflection_lm import ReflectionProposal
 
 from dspy_combee.adapter import CombeeAdapter
 from dspy_combee.budget import CostGuard
-from dspy_combee.calls import FATAL_ERRORS, audible, hearing, usage_of
-from dspy_combee.errors import CombeeError, OutOfBudgetError, ProviderError, ReflectionError
+from dspy_combee.calls import audible, hearing, usage_of
+from dspy_combee.errors import CombeeError, OutOfBudgetError, ReflectionError
 from dspy_combee.proposer import CombeeProposer, Job, to_proposal
 from dspy_combee.records import Reduction
+from dspy_combee.scoring import raise_if_provider
 from dspy_combee.secrecy import shorten
 from dspy_combee.steps import StepRecorder
 
@@ -110,8 +110,6 @@ class RunReflection:
         except Exception as error:
             if isinstance(error, CombeeError):
                 raise
-            if isinstance(error, FATAL_ERRORS) or is_retryable_lm_error(error):
-                raise ProviderError(f"The reflection LM failed on code: {shorten(str(error))}") from error
             reason = f"{type(error).__name__}: {shorten(str(error))}"
             logger.warning("The code proposer failed on %s: %s", components, reason)
         new = {name: text for name, text in proposed.items() if text != candidate.get(name)}
@@ -124,6 +122,9 @@ class RunReflection:
         try:
             with dspy.context(**audible()), hearing(heard):
                 return self.adapter.propose_code(*job)
+        except Exception as error:
+            raise_if_provider(error)  # Here, where the executor sees what may pass.
+            raise
         finally:
             self.proposer.meter.add(usage_of(heard))
 

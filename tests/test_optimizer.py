@@ -24,6 +24,7 @@ from dspy_combee import (
     ThreadExecutor,
     TreeAggregator,
 )
+from dspy_combee.backoff import Backoff
 
 from .lessons import (
     Chain,
@@ -483,6 +484,19 @@ def test_a_provider_that_refuses_the_code_proposer_stops_the_run_at_once():
         learn(lm, WithCode(), max_metric_calls=300)
     assert caught.value.best_program.code.module_src == WithCode().code.module_src
     assert len(lm.calls) == 1
+
+
+def asks_for_code(prompt):
+    return "revised_source" in prompt.output_fields
+
+
+def test_a_provider_that_turns_the_code_proposer_away_is_asked_again():
+    failures = [lm15.RateLimitError("slow down"), lm15.ServerError("reset"), {"revised_source": "x = 1"}]
+    lm = learning_lm((asks_for_code, failures))
+    executor = ThreadExecutor(4, Backoff(first_delay=0.001))
+    results = learn(lm, WithCode(), executor=executor, max_metric_calls=24).detailed_results
+    assert len([call for call in lm.calls if asks_for_code(call.prompt)]) == 3
+    assert results.steps[0].scores_after
 
 
 # The same seed gives the same program

@@ -103,7 +103,7 @@ PARTS = {
     "steps": {"budget", "records", "sampling", "secrecy", "sizes", "step_log"},
     "adapter": {"executors", "program_copies", "records", "reflective_dataset", "rollout", "scoring", "secrecy"},
     "executor_options": {"executors", "ray_executor"},
-    "reflection": {"adapter", "budget", "calls", "errors", "proposer", "records", "secrecy", "steps"},
+    "reflection": {"adapter", "budget", "calls", "errors", "proposer", "records", "scoring", "secrecy", "steps"},
     "run_parts": {
         "adapter",
         "aggregation",
