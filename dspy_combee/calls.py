@@ -17,17 +17,15 @@ from typing import Any, TypeVar
 
 import dspy
 from dspy.adapters.json_adapter import JSONAdapter
+from dspy.utils.callback import BaseCallback
 from dspy.utils.exceptions import (
     LMAuthError,
     LMBillingError,
     LMConfigurationError,
     LMError,
-    LMLockTimeoutError,
-    LMRateLimitError,
     LMServerError,
-    LMTimeoutError,
-    LMTransportError,
     LMUnsupportedModelError,
+    is_retryable_lm_error,
 )
 
 from dspy_combee.errors import ProviderError
@@ -44,9 +42,7 @@ _METERING = threading.Lock()
 # Errors that no second attempt can mend and that say nothing about the prompt.
 FATAL_ERRORS = (LMAuthError, LMBillingError, LMConfigurationError, LMUnsupportedModelError)
 
-# Errors that say nothing about the prompt and may pass: the executor tries again, with back-off.
-TRANSIENT_ERRORS = (LMRateLimitError, LMTimeoutError, LMTransportError, LMLockTimeoutError)
-# The HTTP statuses of a provider that is down or overloaded. (500 may be the prompt's doing.)
+# The HTTP statuses of a provider that is down or overloaded.
 _UNAVAILABLE = {502, 503, 504, 529}
 
 # Only what a reply begins with is thinking; a tag further on is part of what it says.
@@ -54,6 +50,10 @@ _THINKING = re.compile(r"(?:\s*<think(?:ing)?>.*?</think(?:ing)?>)+", re.DOTALL 
 _OPEN_THINKING = re.compile(r"\s*<think(?:ing)?>", re.IGNORECASE)
 _OBJECT = re.compile(r'\{\s*"')
 _CUT_OFF = {"length", "max_tokens", "incomplete", "content_filter", "error"}
+
+
+class MisuseError(TypeError):
+    """What the user gave to make the calls does not do what it must, so that no second attempt can mend it."""
 
 
 class UnusableReplyError(ValueError):
@@ -81,11 +81,26 @@ class LMCallResult:
     usage: Usage
 
 
-@dataclass(frozen=True)
-class _Ear:
-    """Stands among the modules that a call is made in."""
+class _Ear(BaseCallback):
+    """Stands among the modules that a call is made in, where DSPy keeps a history; else it is a callback."""
 
-    history: list[Mapping[str, Any]]
+    def __init__(self, heard: list[Mapping[str, Any]]) -> None:
+        self.heard = heard
+
+    @property
+    def history(self) -> _Ear:
+        return self
+
+    def __len__(self) -> int:
+        return 0  # DSPy drops the oldest entry of what has max_history_size of them.
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        self.heard.append(entry)
+
+    def on_lm_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
+        """A call of which nothing else is known, such as its cost."""
+        if exception is None:
+            self.heard.append({})
 
 
 def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | Mapping[str, type] = ()) -> LMCallResult:
@@ -104,6 +119,7 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
     Raises:
         ProviderError: If the provider refuses the call for good (authentication, billing, configuration), or, as
             a transient one, if it turns the call away or cannot be reached.
+        MisuseError: If `function` does.
     """
     started = time.perf_counter()
     history: list[Mapping[str, Any]] = []
@@ -116,6 +132,8 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
                 text = function()
             _check_replies(heard, json_fields)
             value, error = text if isinstance(json_fields, Mapping) else _check_text(text, json_fields), None
+        except MisuseError:
+            raise
         except FATAL_ERRORS as fatal:
             raise ProviderError(f"The reflection LM refused the call: {shorten(str(fatal))}") from fatal
         except Exception as failure:
@@ -137,12 +155,14 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
     )
 
 
-def _may_pass(failure: BaseException) -> bool:
-    """Whether an error says nothing about the prompt and may pass."""
-    if isinstance(failure, TRANSIENT_ERRORS):
-        return True
+def _may_pass(failure: Exception) -> bool:
+    """Whether an error says nothing about the prompt and may pass: the executor tries again, with back-off.
+
+    Not every one that DSPy would try again, as `scoring.raise_if_provider` does for rollouts: a server error (500) may
+    be the prompt's doing. Here it fails one call of a tree, which does without; there it would blame the candidate.
+    """
     if not isinstance(failure, LMServerError):
-        return False
+        return is_retryable_lm_error(failure)
     cause: BaseException | None = failure
     while cause is not None:
         if type(cause).__name__ == "APIConnectionError":
@@ -179,12 +199,15 @@ def audible() -> dict[str, Any]:
 def hearing(history: list[Mapping[str, Any]]) -> Iterator[None]:
     """While this lasts, the language-model calls that are made inside are added to `history`.
 
-    Where DSPy's history is turned off (`disable_history`), nothing is.
+    Where DSPy's history is turned off (`disable_history`), an empty entry is, which stands for a call of unknown cost.
     """
     # DSPy adds each call to the `history` of every module that it was made in.
-    ear = _Ear(history)
+    place = "caller_modules"
+    if dspy.settings.disable_history or dspy.settings.max_history_size == 0:
+        place = "callbacks"
+    listening = {place: [*(dspy.settings.get(place) or []), _Ear(history)]}
     # The caller's trace would keep all that these calls were shown, 10,000 of them.
-    with dspy.context(caller_modules=[*(dspy.settings.caller_modules or []), ear], trace=[]):
+    with dspy.context(trace=[], **listening):
         yield
 
 

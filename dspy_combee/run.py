@@ -26,6 +26,7 @@ from dspy_combee.run_parts import (
     make_executor,
     make_reflection,
     ready_to_run,
+    refuse_other_state,
     secrets_in_run,
 )
 from dspy_combee.sampling import BudgetedSampling, EpochSampler, resolve_selector
@@ -106,7 +107,11 @@ class Run:
 
         Returns:
             The program, with `detailed_results` when the optimizer tracks stats.
+
+        Raises:
+            ValueError: If `log_dir` holds a search that cannot go on here.
         """
+        refuse_other_state(self.optimizer.log_dir, self.seed_candidate)
         secrets = secrets_in_run(self.adapter.student, self.reflection.proposer.reflection_lm)
         with keeping_secret(secrets), ready_to_run(self.adapter, self.valset, later=self.trainset):
             return self._execute()

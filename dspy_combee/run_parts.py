@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import dspy
 from gepa.core.data_loader import ensure_loader
+from gepa.core.state import GEPAState
 
 from dspy_combee import executor_options
 from dspy_combee.adapter import CombeeAdapter, RolloutObserver
@@ -20,7 +21,7 @@ from dspy_combee.executors import Executor, in_use
 from dspy_combee.program_copies import lms_in
 from dspy_combee.proposer import CombeeProposer
 from dspy_combee.scoring import Scorer
-from dspy_combee.secrecy import secrets_of
+from dspy_combee.secrecy import secrets_of, shorten
 
 GEPA_STATE = "gepa_state.bin"
 
@@ -84,6 +85,29 @@ def make_reflection(optimizer: Any, executor: Executor) -> ReflectionParts:
 def has_gepa_state(run_dir: str | None) -> bool:
     """Whether GEPA has saved a search there."""
     return run_dir is not None and os.path.exists(os.path.join(run_dir, GEPA_STATE))
+
+
+def refuse_other_state(run_dir: str | None, components: Iterable[str]) -> None:
+    """Refuse to go on from a search that GEPA has saved there if that cannot be done.
+
+    Raises:
+        ValueError: If its file cannot be read, or it was for a program with other components.
+    """
+    if run_dir is None or not has_gepa_state(run_dir):
+        return
+    path = os.path.join(run_dir, GEPA_STATE)
+    try:
+        saved = sorted(GEPAState.load(run_dir).program_candidates[0])
+    except Exception as error:
+        raise ValueError(
+            f"{path} is damaged, or no saved state of GEPA: {type(error).__name__}: {shorten(str(error))}. Put back a "
+            "whole copy of it, or give another log_dir to start anew."
+        ) from error
+    if saved != sorted(components):
+        raise ValueError(
+            f"{run_dir} holds the run of another program, whose components are {saved}; those of this one are "
+            f"{sorted(components)}. Give another log_dir."
+        )
 
 
 def secrets_in_run(student: Any, reflection_lm: Any) -> set[str]:

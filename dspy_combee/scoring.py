@@ -116,7 +116,10 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def raise_if_provider(error: BaseException) -> None:
-    """Raise `ProviderError` for an error that is the provider's, in whatever it was wrapped."""
+    """Raise `ProviderError` for an error that is the provider's, in whatever it was wrapped.
+
+    A transient one is what DSPy would try again, any server error included (see `calls` for why not there).
+    """
     for cause in causes_of(error):
         if isinstance(cause, AdapterParseError):
             return  # There was a reply; what went wrong before it has been got over.

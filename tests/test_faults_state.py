@@ -14,7 +14,7 @@ from dspy_combee import ProviderError, ReflectionError
 from dspy_combee.backoff import Backoff
 from dspy_combee.executors import ThreadExecutor
 
-from .lessons import examples, instruction, is_reflection, learn, learning_lm, make, metric, rules_in
+from .lessons import Chain, examples, instruction, is_reflection, learn, learning_lm, make, metric, rules_in
 from .openai_server import OpenAIServer, Reply
 
 # LiteLLM drops clients without closing them.
@@ -103,6 +103,30 @@ def test_a_log_dir_that_cannot_be_written_is_an_error_before_anything_is_spent(w
     lm, spending = learning_lm(), Spending()
     with pytest.raises(OSError, match=str(log_dir)):
         learn(lm, metric=spending, log_dir=str(log_dir))
+    assert not lm.calls
+    assert not spending.calls
+
+
+@pytest.mark.parametrize("damage", ["cut short", "empty", "text", "something else"])
+def test_a_damaged_state_is_an_error_before_anything_is_spent(damage, tmp_path):
+    learn(learning_lm(), log_dir=str(tmp_path))
+    state = tmp_path / "gepa_state.bin"
+    whole = state.read_bytes()
+    left = {"cut short": whole[: len(whole) // 2], "empty": b"", "text": b"{}", "something else": pickle.dumps([1])}
+    state.write_bytes(left[damage])
+    lm, spending = learning_lm(), Spending()
+    with pytest.raises(ValueError, match=r"gepa_state\.bin is damaged.* give another log_dir"):
+        learn(lm, metric=spending, log_dir=str(tmp_path))
+    assert not lm.calls
+    assert not spending.calls
+    assert state.read_bytes() == left[damage]
+
+
+def test_the_log_dir_of_another_program_is_refused_before_anything_is_spent(tmp_path):
+    learn(learning_lm(), log_dir=str(tmp_path))
+    lm, spending = learning_lm(), Spending()
+    with pytest.raises(ValueError, match=r"\['self'\]; those of this one are \['first', 'second'\].*another log_dir"):
+        learn(lm, Chain(), metric=spending, log_dir=str(tmp_path))
     assert not lm.calls
     assert not spending.calls
 

@@ -64,7 +64,7 @@ PARTS = {
     "backoff": set(),
     "testing": set(),
     "redaction": set(),
-    "sizes": {"batch_size"},
+    "sizes": {"batch_size", "checks"},
     "playbook": {"errors"},
     "provenance": {"records"},
     "tracking": {"records"},
@@ -87,7 +87,7 @@ PARTS = {
     "sampling": {"budget", "sizes"},
     "reflective_dataset": {"calls", "executors", "records", "scoring", "secrecy"},
     "rollout": {"calls", "errors", "executors", "program_copies", "records", "scoring", "secrecy", "travel"},
-    "ray_executor": {"errors", "executors", "ray_tasks", "secrecy", "travel"},
+    "ray_executor": {"checks", "errors", "executors", "ray_tasks", "secrecy", "travel"},
     "report": {"batch_size", "provenance", "records", "step_log"},
     "proposer": {
         "aggregation",
@@ -104,7 +104,7 @@ PARTS = {
     "steps": {"budget", "records", "sampling", "secrecy", "sizes", "step_log"},
     "adapter": {"executors", "program_copies", "records", "reflective_dataset", "rollout", "scoring", "secrecy"},
     "executor_options": {"executors", "ray_executor"},
-    "reflection": {"adapter", "budget", "calls", "errors", "proposer", "records", "secrecy", "steps"},
+    "reflection": {"adapter", "budget", "calls", "errors", "proposer", "records", "scoring", "secrecy", "steps"},
     "run_parts": {
         "adapter",
         "aggregation",
