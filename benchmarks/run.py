@@ -42,9 +42,9 @@ from benchmarks._cells import (
 )
 from benchmarks._options import above_zero, whole
 from benchmarks.tasks import LOSSES, SIZES, Pace, Task, load_task
-from dspy_combee.calls import FATAL_ERRORS
 from dspy_combee.command_line import quiet_logs
 from dspy_combee.errors import ProviderError
+from dspy_combee.provider_errors import FATAL_ERRORS
 
 PHASES = ("profiling", "rollouts", "validation", "feedback", "reflection")
 SHOWN = {

@@ -26,12 +26,10 @@ from dspy_combee.testing import (
     CapacityLoss,
     Loss,
     PowerLoss,
-    Prompt,
     Reflector,
     SimulatedLM,
     Student,
     count_tokens,
-    find_lessons,
     read_code,
 )
 from dspy_combee.testing.finance import DATA_VARIABLE
@@ -133,27 +131,6 @@ class PacedStudent(Student):
         return self.pace.scaled(self.rng.uniform(*self.pace.rollout))
 
 
-@dataclass(frozen=True)
-class Summarizer:
-    """Summarizes one record: the lessons of it that were kept, by the same loss as in every other call."""
-
-    loss: Loss
-    pace: Pace = field(default_factory=Pace)
-    name: str = "summary"
-
-    def handles(self, prompt: Prompt) -> bool:
-        return prompt.output_fields == ("summary",)
-
-    def fields(self, prompt: Prompt, rng: random.Random) -> dict[str, Any]:
-        kept = self.loss.keep(find_lessons(prompt.question), count_tokens(prompt.question), rng)
-        # The record, or reflection, is the last field; what stands before it is the instruction.
-        told = set(find_lessons(prompt.question.rpartition("\n\n[[ ## ")[2]))
-        return {"summary": " ".join(str(lesson) for lesson in kept if lesson in told) or "Nothing to add."}
-
-    def seconds(self, output_tokens: int) -> float:
-        return self.pace.scaled(self.pace.reflection + self.pace.per_token * output_tokens)
-
-
 def simulated_models(task: Task, seed: int = 0, loss: str = "power", pace: Pace | None = None) -> Models:
     """The simulated student and reflection model for a task.
 
@@ -174,7 +151,7 @@ def simulated_models(task: Task, seed: int = 0, loss: str = "power", pace: Pace 
         SimulatedLM(
             seed,
             reflector=Reflector(lossy, fixed, per_token),
-            roles=(*playbook_roles(lossy, fixed, per_token), Summarizer(lossy, pace)),
+            roles=playbook_roles(lossy, fixed, per_token),
             model="simulated/reflection",
         ),
     )

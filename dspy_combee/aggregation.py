@@ -118,6 +118,74 @@ class TimeLimited:
         return ProposalNode(item.id, item.task.component, item.inputs, seconds=self.seconds or 0.0, error=reason)
 
 
+class _Waves:
+    """An executor that keeps the nodes of the waves that have ended.
+
+    Args:
+        executor: Runs the calls.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.width = executor.width
+        self.made: list[tuple[NodeCall, ProposalNode]] = []
+
+    def map(self, function: Callable[[Any], Any], items: Sequence[Any], **options: Any) -> list[Any]:
+        """See `Executor.map`."""
+        items = list(items)
+        results = self.executor.map(function, items, **options)
+        for item, node in zip(items, results, strict=True):
+            if isinstance(item, NodeCall) and isinstance(node, ProposalNode):
+                self.made.append((item, node))
+        return results
+
+    def so_far(self, task: ReductionTask, error: str) -> Reduction:
+        """The tree of a task that was cut short."""
+        made = [(call, node) for call, node in self.made if call.task is task]
+        groups = [call.items for call, _ in made if call.kind == "propose"]
+        return Reduction(
+            component=task.component,
+            text=None,
+            nodes=tuple(node for _, node in made),
+            num_groups=len(groups),
+            duplication_factor=sum(map(len, groups)) // max(1, len(task.records)),
+            error=error,
+            current=task.current,
+            sources=task.sources or tuple(range(len(task.records))),
+        )
+
+
+def reduce_tasks(
+    aggregator: Aggregator, tasks: Sequence[ReductionTask], call: CallFunction, executor: Executor
+) -> list[Reduction]:
+    """What the aggregator makes of the tasks.
+
+    Raises:
+        TypeError: If it gives no reductions.
+        ValueError: If it does not give one for each task.
+
+            Whatever is raised, by a call too, carries `reductions`: the trees as far as they had grown, so that what
+            was paid for is not lost.
+    """
+    waves = _Waves(executor)
+    try:
+        made = aggregator.aggregate(tasks, call, waves) if tasks else []
+        _check_reductions(made, len(tasks), type(aggregator).__name__)
+    except Exception as error:
+        error.reductions = [waves.so_far(task, str(error)) for task in tasks]  # type: ignore[attr-defined]
+        raise
+    return made
+
+
+def _check_reductions(made: Any, expected: int, name: str) -> None:
+    if not isinstance(made, list | tuple) or not all(isinstance(reduction, Reduction) for reduction in made):
+        raise TypeError(f"{name}.aggregate must return a list of Reductions, one for each task, got {made!r:.200}.")
+    if len(made) != expected:
+        raise ValueError(
+            f"{name}.aggregate must return one Reduction for each task, in order, got {len(made)} for {expected} tasks."
+        )
+
+
 class TreeAggregator:
     """The paper's two-level scan, with more levels where one merge would read too much.
 

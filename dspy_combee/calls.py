@@ -17,23 +17,11 @@ from typing import Any, TypeVar
 
 import dspy
 from dspy.adapters.json_adapter import JSONAdapter
-from dspy.utils.exceptions import (
-    LMAuthError,
-    LMBillingError,
-    LMConfigurationError,
-    LMError,
-    LMInvalidRequestError,
-    LMLockTimeoutError,
-    LMProviderError,
-    LMRateLimitError,
-    LMServerError,
-    LMTimeoutError,
-    LMTransportError,
-    LMUnsupportedModelError,
-    is_retryable_lm_error,
-)
+from dspy.utils.callback import BaseCallback
+from dspy.utils.exceptions import LMError
 
 from dspy_combee.errors import ProviderError
+from dspy_combee.provider_errors import is_refusal, may_pass
 from dspy_combee.records import Usage
 from dspy_combee.secrecy import shorten
 from dspy_combee.text import repair
@@ -44,19 +32,15 @@ ATTEMPTS = 2
 
 _METERING = threading.Lock()
 
-# Errors that no second attempt can mend and that say nothing about the prompt.
-FATAL_ERRORS = (LMAuthError, LMBillingError, LMConfigurationError, LMUnsupportedModelError)
-
-# Errors that say nothing about the prompt and may pass: the executor tries again, with back-off.
-_TRANSIENT_ERRORS = (LMRateLimitError, LMTimeoutError, LMTransportError, LMLockTimeoutError)
-# The HTTP statuses of a provider that is down or overloaded. (500 may be the prompt's doing.)
-_UNAVAILABLE = {502, 503, 504, 529}
-
 # Only what a reply begins with is thinking; a tag further on is part of what it says.
 _THINKING = re.compile(r"(?:\s*<think(?:ing)?>.*?</think(?:ing)?>)+", re.DOTALL | re.IGNORECASE)
 _OPEN_THINKING = re.compile(r"\s*<think(?:ing)?>", re.IGNORECASE)
 _OBJECT = re.compile(r'\{\s*"')
 _CUT_OFF = {"length", "max_tokens", "incomplete", "content_filter", "error"}
+
+
+class MisuseError(TypeError):
+    """What the user gave to make the calls does not do what it must, so that no second attempt can mend it."""
 
 
 class UnusableReplyError(ValueError):
@@ -84,11 +68,26 @@ class LMCallResult:
     usage: Usage
 
 
-@dataclass(frozen=True)
-class _Ear:
-    """Stands among the modules that a call is made in."""
+class _Ear(BaseCallback):
+    """Stands among the modules that a call is made in, where DSPy keeps a history; else it is a callback."""
 
-    history: list[Mapping[str, Any]]
+    def __init__(self, heard: list[Mapping[str, Any]]) -> None:
+        self.heard = heard
+
+    @property
+    def history(self) -> _Ear:
+        return self
+
+    def __len__(self) -> int:
+        return 0  # DSPy drops the oldest entry of what has max_history_size of them.
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        self.heard.append(entry)
+
+    def on_lm_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
+        """A call of which nothing else is known, such as its cost."""
+        if exception is None:
+            self.heard.append({})
 
 
 def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | Mapping[str, type] = ()) -> LMCallResult:
@@ -107,6 +106,7 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
     Raises:
         ProviderError: If the provider refuses the call for good (authentication, billing, configuration), or, as
             a transient one, if it turns the call away or cannot be reached.
+        MisuseError: If `function` does.
     """
     started = time.perf_counter()
     history: list[Mapping[str, Any]] = []
@@ -119,10 +119,12 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
                 text = function()
             _check_replies(heard, json_fields)
             value, error = text if isinstance(json_fields, Mapping) else _check_text(text, json_fields), None
+        except MisuseError:
+            raise
         except Exception as failure:
             if is_refusal(failure):
                 raise ProviderError(f"The reflection LM refused the call: {shorten(str(failure))}") from failure
-            if _may_pass(failure):
+            if may_pass(failure):
                 raise _unreachable(failure, usage_of([*history, *heard])) from failure
             error = _cause(failure, heard, json_fields)
             unrecorded += isinstance(failure, LMError)
@@ -138,35 +140,6 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
         seconds=time.perf_counter() - started,
         usage=usage_of(history) + Usage(calls=unrecorded),
     )
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether the provider refuses whatever the prompt is: a key, a bill, an address or a model's name is wrong."""
-    # DSPy's own engine makes an invalid request of HTTP 404, LiteLLM's an unknown model.
-    return isinstance(error, FATAL_ERRORS) or (isinstance(error, LMInvalidRequestError) and error.status == 404)
-
-
-def is_outage(error: BaseException) -> bool:
-    """Whether the provider is down, overloaded or out of reach, or something else answers in its place."""
-    if type(error) is LMProviderError:  # The page of a proxy, for example; to LiteLLM's engine it is a server error.
-        return error.__cause__ is not None and isinstance(
-            error.__cause__.__cause__, json.JSONDecodeError | UnicodeDecodeError
-        )
-    return isinstance(error, Exception) and is_retryable_lm_error(error)
-
-
-def _may_pass(failure: BaseException) -> bool:
-    """Whether an error says nothing about the prompt and may pass."""
-    if isinstance(failure, _TRANSIENT_ERRORS):
-        return True
-    if not isinstance(failure, LMServerError):
-        return False
-    cause: BaseException | None = failure
-    while cause is not None:
-        if type(cause).__name__ == "APIConnectionError":
-            return True  # LiteLLM makes a server error of a connection that failed.
-        cause = cause.__cause__ or cause.__context__
-    return failure.status in _UNAVAILABLE
 
 
 def _unreachable(failure: Exception, usage: Usage) -> ProviderError:
@@ -197,12 +170,15 @@ def audible() -> dict[str, Any]:
 def hearing(history: list[Mapping[str, Any]]) -> Iterator[None]:
     """While this lasts, the language-model calls that are made inside are added to `history`.
 
-    Where DSPy's history is turned off (`disable_history`), nothing is.
+    Where DSPy's history is turned off (`disable_history`), an empty entry is, which stands for a call of unknown cost.
     """
     # DSPy adds each call to the `history` of every module that it was made in.
-    ear = _Ear(history)
+    place = "caller_modules"
+    if dspy.settings.disable_history or dspy.settings.max_history_size == 0:
+        place = "callbacks"
+    listening = {place: [*(dspy.settings.get(place) or []), _Ear(history)]}
     # The caller's trace would keep all that these calls were shown, 10,000 of them.
-    with dspy.context(caller_modules=[*(dspy.settings.caller_modules or []), ear], trace=[]):
+    with dspy.context(trace=[], **listening):
         yield
 
 

@@ -71,6 +71,17 @@ def check_callbacks(callbacks: Any) -> tuple[Callable[[Any], Any], ...]:
     return made
 
 
+def check_sampling_strategy(strategy: Any) -> None:
+    """Refuse, in `gepa_kwargs`, what is none of gepa's sampling strategies."""
+    if strategy is None:
+        return
+    if isinstance(strategy, type) or not callable(getattr(strategy, "sample_tasks", None)):
+        raise TypeError(
+            "gepa_kwargs['sampling_strategy'] must be an object with sample_tasks, such as "
+            f"gepa.strategies.proposal_sampling.SameParentSampling(2), got {strategy!r}."
+        )
+
+
 def check_examples(name: str, examples: Any) -> list[Any]:
     """The examples as a list.
 

@@ -152,7 +152,10 @@ class _Demo:
                 self._arm(arm, self.second)
         _explain(outcomes[0][0], self.trials[0].seed)
         if options.save is not None:
-            outcomes[0][0].program.save(options.save)
+            try:
+                outcomes[0][0].program.save(options.save)
+            except Exception as error:  # DSPy makes a RuntimeError of whatever it is, with a guess at the cause.
+                raise DemoError(f"--save {options.save}: it cannot be written: {error.__context__ or error}") from error
             print(f"\nSaved to {options.save}.")
         print(self.closing)
 
@@ -180,8 +183,20 @@ class _Demo:
                 f"--budget {options.budget} does not pay for one step: it takes {needed} metric calls (two "
                 f"validation passes of {len(task.valset)} and the minibatch of {options.minibatch_size} twice)"
             )
-        if options.save is not None and (options.save.suffix != ".json" or not options.save.parent.is_dir()):
-            raise DemoError(f"--save {options.save}: expected a .json file in a folder that is there")
+        if options.save is not None:
+            _check_writable(options.save)
+
+
+def _check_writable(path: Path) -> None:
+    if path.suffix != ".json" or not path.parent.is_dir():
+        raise DemoError(f"--save {path}: expected a .json file in a folder that is there")
+    was_there = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise DemoError(f"--save {path}: it cannot be written: {error.strerror}") from error
+    if not was_there:
+        path.unlink()
 
 
 def _learn(trial: _Trial, arm: _Arm, options: argparse.Namespace) -> _Outcome:

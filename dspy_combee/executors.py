@@ -228,6 +228,8 @@ class _Job:
                 outcome = _Outcome(index, self.contexts[index].copy().run(self.function, self.items[index]))
             except BaseException as error:
                 outcome = _Outcome(index, error=error)
+            if index not in self.started:
+                return  # It was given up: how it ends slows nobody down.
             self.attempts[index] += 1
             retry = _should_retry(outcome.error, self.attempts[index], self.slots)
             if outcome.error is None:

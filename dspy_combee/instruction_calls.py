@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from dspy.adapters.json_adapter import JSONAdapter
 from dspy.teleprompt.gepa import InstructionProposer
 
 from dspy_combee.aggregation import NodeCall
-from dspy_combee.calls import LMCallResult, StrictJSONAdapter, UnusableReplyError, UsageMeter, call_lm
+from dspy_combee.calls import LMCallResult, MisuseError, StrictJSONAdapter, UnusableReplyError, UsageMeter, call_lm
 from dspy_combee.errors import ProviderError
 from dspy_combee.records import ProposalNode, Usage
 from dspy_combee.text import as_text
@@ -90,6 +91,7 @@ class InstructionCalls:
 
         Raises:
             ProviderError: If the provider refuses for good, or for now.
+            MisuseError: If `base` gives something else than a proposer must.
         """
         make, fields = {
             "propose": (self.propose, self.propose_fields),
@@ -112,6 +114,11 @@ class InstructionCalls:
             reflective_dataset={component: [_record(item) for item in node_call.items]},
             components_to_update=[component],
         )
+        if not isinstance(texts, Mapping):
+            raise MisuseError(
+                "instruction_proposer (base of a CombeeProposer) must return a dict from component to new text, got "
+                f"{type(texts).__name__} from {self.base!r:.200}."
+            )
         if component not in texts:
             raise UnusableReplyError(f"the base proposer gave no text for {component!r}")
         text: str = texts[component]

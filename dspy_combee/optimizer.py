@@ -25,6 +25,7 @@ from dspy_combee.checks import (
     check_lm,
     check_positive,
     check_priced,
+    check_sampling_strategy,
 )
 from dspy_combee.executor_options import check_executor
 from dspy_combee.executors import Executor
@@ -187,7 +188,7 @@ class CombeeOptimizer(dspy.GEPA):
             seed=seed,
             gepa_kwargs=gepa_kwargs,
         )
-        check_minibatch_size(reflection_minibatch_size)
+        self.reflection_minibatch_size = check_minibatch_size(reflection_minibatch_size)
         if reflection_lm is not None:
             check_lm("reflection_lm", reflection_lm)
         for name, value in (("max_metric_calls", max_metric_calls), ("max_full_evals", max_full_evals)):
@@ -198,6 +199,7 @@ class CombeeOptimizer(dspy.GEPA):
             check_finite("perfect_score", perfect_score)
         if not isinstance(self.gepa_kwargs, dict):
             raise TypeError(f"gepa_kwargs must be a dict, got {type(self.gepa_kwargs).__name__}.")
+        check_sampling_strategy(self.gepa_kwargs.get("sampling_strategy"))
         if inspect.iscoroutinefunction(metric):
             raise TypeError("metric is a coroutine function; give a plain function that returns the score.")
         if "reflection_strategy" in self.gepa_kwargs:
@@ -346,4 +348,4 @@ def _examples(name: str, examples: Any) -> Any:
     """The examples as a list; one of gepa's data loaders as it is."""
     if examples is None or hasattr(examples, "all_ids"):
         return examples
-    return [] if len(examples) == 0 else check_examples(name, examples)
+    return [] if hasattr(examples, "__len__") and len(examples) == 0 else check_examples(name, examples)

@@ -16,7 +16,7 @@ from dspy.teleprompt.gepa import InstructionProposer
 from dspy.teleprompt.gepa.gepa_utils import format_history_for_reflection
 from gepa.proposer.reflective_mutation.reflection_lm import ReflectionProposal
 
-from dspy_combee.aggregation import Aggregator, ReductionTask
+from dspy_combee.aggregation import Aggregator, ReductionTask, reduce_tasks
 from dspy_combee.aggregators import resolve_aggregator
 from dspy_combee.calls import UsageMeter
 from dspy_combee.checks import check_int, check_lm
@@ -81,14 +81,11 @@ class CombeeProposer(InstructionProposer):
             raise TypeError("base is a CombeeProposer already; give the proposer that its level-1 calls should use.")
         if reflection_lm is not None:
             check_lm("reflection_lm", reflection_lm)
-        if num_groups is not None:
-            check_int("num_groups", num_groups)
-        check_int("duplication_factor", duplication_factor)
         self.base = InstructionProposer() if base is None else base
         self.reflection_lm = reflection_lm
         self.aggregator = resolve_aggregator(aggregator)
-        self.num_groups = num_groups
-        self.duplication_factor = duplication_factor
+        self.num_groups = None if num_groups is None else check_int("num_groups", num_groups)
+        self.duplication_factor = check_int("duplication_factor", duplication_factor)
         self.executor: Executor | None = None if num_threads is None else ThreadExecutor(num_threads)
         self.seed = seed
         self._reset()
@@ -164,7 +161,10 @@ class CombeeProposer(InstructionProposer):
 
         Raises:
             ProviderError: If the LM's provider refuses for good.
-            ValueError: If there is no reflection LM.
+            TypeError: If the aggregator or `base` gives something else than it must.
+            ValueError: If there is no reflection LM, or the aggregator does not give a reduction for each task.
+
+            What is raised once calls were made carries `reductions`: for each job the trees as far as they had grown.
         """
         tasks: list[ReductionTask] = []
         owners: list[int] = []
@@ -180,14 +180,14 @@ class CombeeProposer(InstructionProposer):
         if tasks and lm is None:
             raise ValueError("No reflection LM: give reflection_lm, or set one with dspy.configure(lm=...).")
         executor = self.executor or ThreadExecutor(dspy.settings.num_threads)
-        reductions = (
-            self.aggregator.aggregate(tasks, InstructionCalls(self.base, lm, self.meter), executor) if tasks else []
-        )
+        calls = InstructionCalls(self.base, lm, self.meter)
+        try:
+            reductions = reduce_tasks(self.aggregator, tasks, calls, executor)
+        except Exception as error:
+            error.reductions = _by_job(error.reductions, owners, len(jobs))  # type: ignore[attr-defined]
+            raise
         self._account(reductions)
-        results: list[list[Reduction]] = [[] for _ in jobs]
-        for owner, reduction in zip(owners, reductions, strict=True):
-            results[owner].append(reduction)
-        return results
+        return _by_job(reductions, owners, len(jobs))
 
     def _task(
         self, component: str, candidate: Mapping[str, str], records: Sequence[Mapping[str, Any]], rng: random.Random
@@ -210,6 +210,13 @@ class CombeeProposer(InstructionProposer):
         for reduction in reductions:
             if reduction.error is not None:
                 logger.warning("No proposal for %r: %s", reduction.component, reduction.error)
+
+
+def _by_job(reductions: Sequence[Reduction], owners: Sequence[int], num_jobs: int) -> list[list[Reduction]]:
+    results: list[list[Reduction]] = [[] for _ in range(num_jobs)]
+    for owner, reduction in zip(owners, reductions, strict=True):
+        results[owner].append(reduction)
+    return results
 
 
 def to_proposal(reductions: Sequence[Reduction]) -> ReflectionProposal:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import dspy
 
+from dspy_combee.checks import check_int
 from dspy_combee.errors import ExecutorError
 from dspy_combee.executors import ThreadExecutor, check_timeout
 from dspy_combee.ray_tasks import Cargo, Flight, Shape, run_shard
@@ -77,12 +78,14 @@ class RayExecutor:
         if importlib.util.find_spec("ray") is None:
             raise ImportError("Rollouts on Ray need the extra 'ray': pip install 'dspy-combee[ray]'.")
         for name, value in (("num_workers", num_workers), ("examples_per_task", examples_per_task)):
-            _check_count(name, value)
+            if value is not None:
+                check_int(name, value)
         if address is not None and not isinstance(address, str):
             raise TypeError(f"address must be a text or None, got {address!r}.")
+        if address is not None and not address.strip():
+            raise ValueError(f"address must be 'auto', 'host:port' or 'ray://host:port', or None, got {address!r}.")
         for name, mapping in (("resources", resources), ("runtime_env", runtime_env)):
-            if mapping is not None and not isinstance(mapping, Mapping):
-                raise TypeError(f"{name} must be a mapping, got {type(mapping).__name__}.")
+            _check_mapping(name, mapping)
         self.address = address
         self.num_workers = num_workers
         self.examples_per_task = examples_per_task
@@ -206,13 +209,14 @@ def _with_width(options: tuple[Any, ...], width: int) -> RayExecutor:
     return RayExecutor(*options).with_width(width)
 
 
-def _check_count(name: str, value: object) -> None:
-    if value is None:
+def _check_mapping(name: str, mapping: object) -> None:
+    if mapping is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int of at least 1, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"{name} must be a mapping, got {type(mapping).__name__}.")
+    for key in mapping:
+        if not isinstance(key, str):
+            raise TypeError(f"The keys of {name} must be texts, got {key!r}.")
 
 
 def _check_resources(resources: Mapping[str, float] | None) -> dict[str, float]:

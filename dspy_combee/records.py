@@ -20,7 +20,8 @@ class Usage:
         cache_hits: Calls that DSPy's cache answered.
         input_tokens: Prompt tokens reported, cache hits not counted.
         output_tokens: Reply tokens reported, cache hits not counted.
-        cost: US dollars, cache hits at zero; None when a call reported no cost.
+        cost: US dollars, cache hits at zero; None when a call reported no cost. (Where DSPy's `disable_history` is set,
+            the calls of rollouts are counted, and report neither cost nor tokens nor whether they were cache hits.)
     """
 
     calls: int = 0

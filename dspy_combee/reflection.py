@@ -11,10 +11,11 @@ from gepa.proposer.reflective_mutation.reflection_lm import ReflectionProposal
 
 from dspy_combee.adapter import CombeeAdapter
 from dspy_combee.budget import CostGuard
-from dspy_combee.calls import audible, hearing, is_outage, is_refusal, usage_of
-from dspy_combee.errors import CombeeError, OutOfBudgetError, ProviderError, ReflectionError
+from dspy_combee.calls import audible, hearing, usage_of
+from dspy_combee.errors import CombeeError, OutOfBudgetError, ReflectionError
 from dspy_combee.proposer import CombeeProposer, Job, to_proposal
 from dspy_combee.records import Reduction
+from dspy_combee.scoring import raise_if_provider
 from dspy_combee.secrecy import shorten
 from dspy_combee.steps import StepRecorder
 
@@ -73,20 +74,23 @@ class RunReflection:
         code = self.adapter.code_components
         plain = [(candidate, dataset, [c for c in names if c not in code]) for candidate, dataset, names in jobs]
         positions = [f"{self.recorder.iteration}.{index}" for index in range(len(jobs))]
+        reductions: list[list[Reduction]] = [[] for _ in jobs]
         try:
             if self.adapter.failure is not None:  # Of another job of this step: it ends the run.
                 raise self.adapter.failure
             reductions = self.proposer.reduce(plain, positions)
             for job, made in zip(jobs, reductions, strict=True):
                 made.extend(self._code_reductions(job, [c for c in job[2] if c in code]))
-        except OutOfBudgetError as error:
-            logger.info("The search ends: %s", error)
-            reductions = [[Reduction(name, None, (), 0, 0, str(error)) for name in job[2]] for job in jobs]
         except Exception as error:
-            self.failure = error
-            reductions = [[] for _ in jobs]
+            if isinstance(error, OutOfBudgetError):
+                logger.info("The search ends: %s", error)
+            else:
+                self.failure = error
+            reductions = _cut_short(error, jobs, reductions)
         proposals = [to_proposal(made) for made in reductions]
         for job, proposal, made in zip(jobs, proposals, reductions, strict=True):
+            if self.failure is not None:
+                proposal.new_texts.clear()  # What is left of the run ends before it is evaluated.
             scores = getattr(job[1], "scores", None)
             repeated = self.recorder.repeat_of(scores, {**job[0], **proposal.new_texts}) if proposal.new_texts else None
             if repeated is not None:
@@ -109,8 +113,6 @@ class RunReflection:
         except Exception as error:
             if isinstance(error, CombeeError):
                 raise
-            if is_refusal(error) or is_outage(error):
-                raise ProviderError(f"The reflection LM failed on code: {shorten(str(error))}") from error
             reason = f"{type(error).__name__}: {shorten(str(error))}"
             logger.warning("The code proposer failed on %s: %s", components, reason)
         new = {name: text for name, text in proposed.items() if text != candidate.get(name)}
@@ -123,6 +125,9 @@ class RunReflection:
         try:
             with dspy.context(**audible()), hearing(heard):
                 return self.adapter.propose_code(*job)
+        except Exception as error:
+            raise_if_provider(error)  # Here, where the executor sees what may pass.
+            raise
         finally:
             self.proposer.meter.add(usage_of(heard))
 
@@ -136,3 +141,12 @@ class RunReflection:
             self.failure = ReflectionError(
                 f"Reflection proposed nothing in {FAILED_STEPS} steps in a row. The last cause: {errors[-1]}"
             )
+
+
+def _cut_short(error: Exception, jobs: Sequence[Job], made: list[list[Reduction]]) -> list[list[Reduction]]:
+    """What each job had before the error, which has been paid for, and the error in place of the rest."""
+    made = getattr(error, "reductions", made)
+    for (_, _, names), own in zip(jobs, made, strict=True):
+        done = {reduction.component for reduction in own}
+        own.extend(Reduction(name, None, (), 0, 0, str(error)) for name in names if name not in done)
+    return made

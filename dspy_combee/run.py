@@ -19,13 +19,13 @@ from dspy_combee.records import Rollout, Spent, StepRecord, Usage
 from dspy_combee.reflection import RunReflection
 from dspy_combee.result import CombeeResult
 from dspy_combee.run_parts import (
-    check_gepa_state,
     has_gepa_state,
     make_adapter,
     make_executor,
     make_reflection,
     output_saver,
     ready_to_run,
+    refuse_other_state,
     secrets_in_run,
 )
 from dspy_combee.sampling import BudgetedSampling, EpochSampler, resolve_selector
@@ -106,11 +106,14 @@ class Run:
 
         Returns:
             The program, with `detailed_results` when the optimizer tracks stats.
+
+        Raises:
+            ValueError: If `log_dir` holds a search that cannot go on here.
         """
+        refuse_other_state(self.optimizer.log_dir, self.seed_candidate)
         secrets = secrets_in_run(self.adapter.student, self.reflection.proposer.reflection_lm)
         log_dir = self.optimizer.log_dir
         with alone_in(log_dir), keeping_secret(secrets), ready_to_run(self.adapter, self.valset, later=self.trainset):
-            check_gepa_state(log_dir, self.seed_candidate)
             return self._execute()
 
     def _execute(self) -> Any:

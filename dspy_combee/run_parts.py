@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -92,26 +92,25 @@ def has_gepa_state(run_dir: str | None) -> bool:
     return run_dir is not None and os.path.exists(os.path.join(run_dir, GEPA_STATE))
 
 
-def check_gepa_state(run_dir: str | None, components: Collection[str]) -> None:
-    """Refuse a saved search that cannot be gone on with.
+def refuse_other_state(run_dir: str | None, components: Iterable[str]) -> None:
+    """Refuse to go on from a search that GEPA has saved there if that cannot be done.
 
     Raises:
-        ValueError: If it cannot be read, or is that of a program with other components.
+        ValueError: If its file cannot be read, or it was for a program with other components.
     """
     if run_dir is None or not has_gepa_state(run_dir):
         return
     path = os.path.join(run_dir, GEPA_STATE)
     try:
-        saved = GEPAState.load(run_dir).program_candidates[0].keys()
-    except OSError:
-        raise
+        saved = sorted(GEPAState.load(run_dir).program_candidates[0])
     except Exception as error:
         raise ValueError(
-            f"{path} is no state of a search ({type(error).__name__}: {shorten(str(error))}): give another log_dir."
+            f"{path} is damaged, or no saved state of GEPA: {type(error).__name__}: {shorten(str(error))}. Put back a "
+            "whole copy of it, or give another log_dir to start anew."
         ) from error
-    if saved != set(components):
+    if saved != sorted(components):
         raise ValueError(
-            f"{path} holds the search of another program: its components are {sorted(saved)}, here they are "
+            f"{run_dir} holds the run of another program, whose components are {saved}; those of this one are "
             f"{sorted(components)}. Give another log_dir."
         )
 

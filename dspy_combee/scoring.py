@@ -13,8 +13,8 @@ from typing import Any
 import dspy
 from dspy.utils.exceptions import AdapterParseError
 
-from dspy_combee.calls import is_outage, is_refusal
 from dspy_combee.errors import ProviderError
+from dspy_combee.provider_errors import is_outage, is_refusal
 from dspy_combee.records import Rollout
 from dspy_combee.secrecy import shorten
 
@@ -117,7 +117,11 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def raise_if_provider(error: BaseException) -> None:
-    """Raise `ProviderError` for an error that is the provider's, in whatever it was wrapped."""
+    """Raise `ProviderError` for an error that is the provider's, in whatever it was wrapped.
+
+    A transient one is what DSPy would try again, any server error included
+    (`provider_errors.may_pass` says why that is not so in reflection).
+    """
     for cause in causes_of(error):
         if isinstance(cause, AdapterParseError):
             return  # There was a reply; what went wrong before it has been got over.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Integral
 from typing import Any, Protocol
 
 from dspy_combee.batch_size import PROFILE_SHARE, BatchSizeFit, PowerLawBatchSize, bounded_move
+from dspy_combee.checks import check_int
 
 logger = logging.getLogger("dspy_combee")
 
@@ -259,40 +261,41 @@ def resolve_sizer(size: Any, num_examples: int, budget_rollouts: int, num_tasks:
     """The sizer for a `reflection_minibatch_size`.
 
     Args:
-        size: An int, a list of ints, `"auto"` or a `PowerLawBatchSize`; checked by `check_minibatch_size`.
+        size: An int, a list of ints, `"auto"` or a `PowerLawBatchSize`.
         num_examples: N, the size of the trainset.
         budget_rollouts: The budget of the run in minibatch rollouts.
         num_tasks: Proposals that a step makes.
     """
+    size = check_minibatch_size(size)
     if isinstance(size, int):
         return FixedSize(size)
-    if isinstance(size, list | tuple):
+    if isinstance(size, list):
         return ReplayedSizes(size)
     policy = size if isinstance(size, PowerLawBatchSize) else PowerLawBatchSize()
     return ControlledSize(policy, num_examples, budget_rollouts, num_tasks)
 
 
-def check_minibatch_size(size: Any) -> None:
+def check_minibatch_size(size: Any) -> Any:
     """Refuse what is no `reflection_minibatch_size`.
+
+    Returns:
+        The size: numpy's ints made plain ones, several of them as a list.
 
     Raises:
         TypeError: If it is of no kind that is known.
         ValueError: If a size is below 1, a list is empty, or a name is not `"auto"`.
     """
     if size is None or isinstance(size, PowerLawBatchSize):
-        return
+        return size
+    expected = "reflection_minibatch_size must be an int, a list or tuple of ints, 'auto' or a PowerLawBatchSize"
     if isinstance(size, str):
         if size != "auto":
-            raise ValueError(f"reflection_minibatch_size must be an int, a list of ints or 'auto', got {size!r}.")
-        return
-    sizes = list(size) if isinstance(size, list | tuple) else [size]
+            raise ValueError(f"{expected}, got {size!r}.")
+        return size
+    sizes = size if isinstance(size, list | tuple) else [size]
+    if any(isinstance(n, bool) or not isinstance(n, Integral) for n in sizes):
+        raise TypeError(f"{expected}, got {size!r}.")
     if not sizes:
         raise ValueError("reflection_minibatch_size is an empty list: give one size for each step to replay.")
-    for n in sizes:
-        if isinstance(n, bool) or not isinstance(n, int):
-            raise TypeError(
-                "reflection_minibatch_size must be an int, a list of ints, 'auto' or a PowerLawBatchSize, "
-                f"got {size!r}."
-            )
-        if n < 1:
-            raise ValueError(f"reflection_minibatch_size must be at least 1, got {n}.")
+    made = [check_int("reflection_minibatch_size", n) for n in sizes]
+    return made if sizes is size else made[0]

@@ -7,14 +7,13 @@ import re
 import sys
 from collections import Counter
 
-import dspy
 import pytest
 from dspy import lm15
 
 from benchmarks import _cells, ablations, run, tasks
 from benchmarks._cells import OPTIMIZERS, Cell, Outcome, Settings, Store
 from benchmarks.run import Row, Table
-from dspy_combee.testing import CapacityLoss, Prompt, SimulatedLM
+from dspy_combee.testing import Prompt
 from dspy_combee.testing.tasks import FINER_FILE, FORMULA_FILE
 
 from .test_tasks import DATA, finer_row, formula_row, needs_data, write
@@ -87,19 +86,6 @@ def test_the_variable_names_the_folder(data, monkeypatch, capsys):
 
 
 # The simulated models -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("record", ["reflection", "record"])
-def test_a_summary_has_the_lessons_of_the_record_and_not_of_the_instruction(record):
-    lesson, standing = "Convention TAXI RIDES: post to 6840-AB.", "Convention HOTELS: post to 6820-CD."
-    lm = SimulatedLM(roles=[tasks.Summarizer(CapacityLoss(9))])
-    signature = dspy.Signature(f"current_instruction: str, {record}: dict -> summary: str")
-    for adapter in (dspy.JSONAdapter(), dspy.ChatAdapter()):
-        with dspy.context(lm=lm, adapter=adapter):
-            made = {"current_instruction": standing, record: {"Feedback": f"No. {lesson}"}}
-            assert dspy.Predict(signature)(**made).summary == lesson
-            made[record] = {"Feedback": "Right."}
-            assert dspy.Predict(signature)(**made).summary == "Nothing to add."
 
 
 def test_latencies_are_divided_by_the_factor(data):

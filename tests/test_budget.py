@@ -10,6 +10,7 @@ from typing import Any
 
 import dspy
 import pytest
+from dspy.utils.exceptions import LMAuthError
 from gepa.proposer.reflective_mutation.base import CandidateSelector
 from gepa.strategies.batch_sampler import EpochShuffledBatchSampler
 from gepa.strategies.eval_policy import FullEvaluationPolicy
@@ -20,10 +21,23 @@ from hypothesis import strategies as st
 from dspy_combee import CombeeOptimizer, CombeeProposer, PowerLawBatchSize, ThreadExecutor, UnknownCostError, Usage
 from dspy_combee.budget import Budget, CostGuard, Ledger, tasks_per_step
 from dspy_combee.calls import UsageMeter
-from dspy_combee.errors import OutOfBudgetError
+from dspy_combee.errors import OutOfBudgetError, ProviderError
 from dspy_combee.records import Rollout
+from dspy_combee.step_log import read_steps
 
-from .lessons import Chain, examples, instruction, is_level_1, is_reflection, learn, learning_lm, make, metric, rules_in
+from .lessons import (
+    Chain,
+    examples,
+    instruction,
+    is_level_1,
+    is_merge,
+    is_reflection,
+    learn,
+    learning_lm,
+    make,
+    metric,
+    rules_in,
+)
 from .openai_server import Reply
 
 # --- the pure pieces ---------------------------------------------------------------------------------------
@@ -422,6 +436,27 @@ def test_spent_adds_up_over_a_resume(tmp_path):
     assert tally(spent.usage_in("reflection")) == by_role(lm)["reflection"]
 
 
+@pytest.mark.parametrize(
+    "settings", [{"disable_history": True}, {"max_history_size": 0}, {"max_history_size": 1}], ids=str
+)
+def test_every_call_is_counted_whatever_history_dspy_keeps(settings):
+    """A program of two calls, and a metric that asks for feedback: no cost is known of any."""
+    judge = dspy.Predict("question -> verdict")
+
+    def judged(gold, pred, trace=None, pred_name=None, pred_trace=None):
+        if pred_name is not None:
+            judge(question=f"question {gold.number}")
+        return metric(gold, pred, trace, pred_name, pred_trace)
+
+    lm = learning_lm()
+    with dspy.context(**settings):
+        spent = learn(lm, Chain(), metric=judged).detailed_results.spent
+    assert spent.usage.calls == len(lm.calls)
+    for phase in ("validation", "rollouts", "feedback", "reflection"):
+        assert spent.usage_in(phase).calls > 0
+        assert spent.usage_in(phase).cost is None
+
+
 def test_cache_hits_are_calls_that_cost_nothing():
     lm, counting = learning_lm(cache=True), Counting()
     options = {"n_train": 20, "n_val": 5, "metric": counting, "reflection_minibatch_size": 6, "max_metric_calls": 60}
@@ -480,9 +515,9 @@ def learn_for(lm, max_reflection_cost, program=None, **options):
         (8, 8),
     ],
 )
-def test_the_search_ends_when_the_dollars_are_spent(calls_paid, calls_made, priced_lm, openai_server, caplog):
+def test_the_search_ends_when_the_dollars_are_spent(calls_paid, calls_made, priced_lm, openai_server, caplog, tmp_path):
     with caplog.at_level(logging.INFO, "dspy_combee"):
-        program = learn_for(priced_lm(), calls_paid * PER_CALL)
+        program = learn_for(priced_lm(), calls_paid * PER_CALL, log_dir=str(tmp_path))
     assert len(openai_server.requests) == calls_made, "a wave that has begun is finished, and no other begins"
     spent = program.detailed_results.spent.usage_in("reflection")
     assert spent.cost == pytest.approx(calls_made * PER_CALL)
@@ -491,6 +526,28 @@ def test_the_search_ends_when_the_dollars_are_spent(calls_paid, calls_made, pric
     assert bool(rules_in(instruction(program))) == (calls_made >= 4)
     if calls_made % 4:
         assert any(f"max_reflection_cost=${calls_paid * PER_CALL:g} is spent" in line for line in caplog.messages)
+    for steps in (program.detailed_results.steps, read_steps(tmp_path)):
+        assert sum(node.usage.calls for step in steps for node in step.nodes) == calls_made, (
+            "all that was paid is there"
+        )
+        last = steps[-1]
+        if calls_made % 4 == 3:
+            assert (last.k, last.duplication_factor, last.nodes[0].output[:6]) == (3, 2, "Rules:")
+            assert "is spent" in last.reason
+
+
+def test_what_a_step_has_paid_for_is_recorded_where_its_merge_ends_the_run():
+    def refused(prompt):
+        raise LMAuthError("The key is refused.")
+
+    steps, lm = [], learning_lm((is_merge, refused))
+    with pytest.raises(ProviderError, match="key is refused"):
+        learn(lm, n_train=20, reflection_minibatch_size=9, step_callbacks=[steps.append])
+    (step,) = steps
+    assert [node.id for node in step.nodes] == ["1.0", "1.1", "1.2"]
+    assert all(rules_in(node.output) for node in step.nodes)
+    assert "key is refused" in step.reason
+    assert not step.scores_after
 
 
 @over_http

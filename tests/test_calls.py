@@ -1,9 +1,11 @@
+import asyncio
 import json
 
 import dspy
 import pytest
 from dspy.adapters.json_adapter import JSONAdapter
 from dspy.lm15 import AuthError, Message, RateLimitError, Response, ServerError, TextPart, ThinkingPart, Usage
+from dspy.utils.exceptions import LMRateLimitError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -334,6 +336,22 @@ def test_hearing_tells_what_the_calls_inside_took():
         usage = usage_of(heard)
     assert value == "12345678" * 2
     assert (usage.calls, usage.output_tokens, usage.cost) == (2, 4, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [({"disable_history": True}, 0), ({"max_history_size": 0}, 0), ({"max_history_size": 1}, 4)],
+    ids=str,
+)
+def test_calls_that_dspy_keeps_no_history_of_are_heard_too(settings, tokens):
+    heard = []
+    with dspy.context(lm=ScriptedLM(default="12345678"), **settings), hearing(heard):
+        ask()
+        asyncio.run(dspy.settings.lm.acall("Write an instruction."))
+        with pytest.raises(LMRateLimitError):
+            ScriptedLM(default=RateLimitError("slow down"))("Write an instruction.")
+    usage = usage_of(heard)
+    assert (usage.calls, usage.output_tokens, usage.cost) == (2, tokens, None)
 
 
 # DSPy's cache -------------------------------------------------------------------------------------------------

@@ -265,6 +265,37 @@ class TestErrors:
         assert main(["demo", *arguments]) == 2
         assert_one_line(capsys, message)
 
+    def test_a_path_that_cannot_be_written_is_refused_before_the_run(self, capsys, tmp_path):
+        (tmp_path / "folder.json").mkdir()
+        for path in (tmp_path / "folder.json", "/proc/program.json"):
+            assert main(["demo", "--save", str(path)]) == 2
+            assert_one_line(capsys, f"{path}: it cannot be written")
+
+    def test_a_path_that_cannot_be_written_after_the_run(self, capsys, monkeypatch, tmp_path, two_seeds):
+        path = tmp_path / "folder" / "program.json"
+        path.parent.mkdir()
+        monkeypatch.setattr(demo, "_explain", lambda outcome, seed: path.parent.rmdir())
+        assert main(["demo", "--save", str(path)]) == 2
+        assert capsys.readouterr().err == (
+            f"error: --save {path}: it cannot be written: [Errno 2] No such file or directory: '{path}'\n"
+        )
+
+    def test_a_file_to_save_to_is_not_made_before_there_is_something_to_save(self, capsys, monkeypatch, tmp_path):
+        def interrupt(trial, arm, options):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(demo, "_learn", interrupt)
+        kept = tmp_path / "kept.json"
+        kept.write_text("{}")
+        for path in (kept, tmp_path / "new.json"):
+            assert main(["demo", "--save", str(path)]) == 130
+        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("kept.json", "{}")]
+
+    @pytest.mark.parametrize("task", ["formula", "finer"])
+    def test_a_folder_in_place_of_the_data(self, task, capsys, tmp_path):
+        assert main(["demo", "--data", str(tmp_path), "--task", task]) == 2
+        assert_one_line(capsys, f"{tmp_path} is a folder; expected a file of JSON lines with context and target")
+
     def test_no_command(self, capsys):
         with pytest.raises(SystemExit):
             main([])

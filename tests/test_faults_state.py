@@ -118,25 +118,6 @@ def test_a_log_dir_that_cannot_be_written_is_an_error_before_anything_is_spent(w
     assert not spending.calls
 
 
-def test_a_state_that_cannot_be_read_is_an_error_before_anything_is_spent(tmp_path):
-    learn(learning_lm(), log_dir=str(tmp_path))
-    whole = (tmp_path / "gepa_state.bin").read_bytes()
-    for data in (whole[: len(whole) // 2], b"", b"no pickle", pickle.dumps([1]), pickle.dumps({"a": 1})):
-        (tmp_path / "gepa_state.bin").write_bytes(data)
-        lm = learning_lm()
-        with pytest.raises(ValueError, match=r"gepa_state\.bin is no state of a search"):
-            learn(lm, log_dir=str(tmp_path), max_metric_calls=80)
-        assert not lm.calls
-
-
-def test_the_state_of_another_program_is_an_error_before_anything_is_spent(tmp_path):
-    learn(learning_lm(), log_dir=str(tmp_path))
-    lm = learning_lm()
-    with pytest.raises(ValueError, match=r"\['self'\], here they are \['first', 'second'\]"):
-        learn(lm, Chain(), log_dir=str(tmp_path), max_metric_calls=80)
-    assert not lm.calls
-
-
 @pytest.mark.parametrize(
     ("learns", "model"), [(learn, learning_lm), (learn_playbook, playbook_lm)], ids=["optimizer", "playbook"]
 )
@@ -200,6 +181,30 @@ def test_a_full_disk_costs_no_step(until, tmp_path, caplog):
     assert [step.to_dict() for step in read_steps(log)] == (seen if until else seen[:1]), "whole lines"
     resumed = learn(learning_lm(), log_dir=str(tmp_path), max_metric_calls=80).detailed_results
     assert resumed.total_metric_calls > program.detailed_results.total_metric_calls
+
+
+@pytest.mark.parametrize("damage", ["cut short", "empty", "text", "something else"])
+def test_a_damaged_state_is_an_error_before_anything_is_spent(damage, tmp_path):
+    learn(learning_lm(), log_dir=str(tmp_path))
+    state = tmp_path / "gepa_state.bin"
+    whole = state.read_bytes()
+    left = {"cut short": whole[: len(whole) // 2], "empty": b"", "text": b"{}", "something else": pickle.dumps([1])}
+    state.write_bytes(left[damage])
+    lm, spending = learning_lm(), Spending()
+    with pytest.raises(ValueError, match=r"gepa_state\.bin is damaged.* give another log_dir"):
+        learn(lm, metric=spending, log_dir=str(tmp_path))
+    assert not lm.calls
+    assert not spending.calls
+    assert state.read_bytes() == left[damage]
+
+
+def test_the_log_dir_of_another_program_is_refused_before_anything_is_spent(tmp_path):
+    learn(learning_lm(), log_dir=str(tmp_path))
+    lm, spending = learning_lm(), Spending()
+    with pytest.raises(ValueError, match=r"\['self'\]; those of this one are \['first', 'second'\].*another log_dir"):
+        learn(lm, Chain(), metric=spending, log_dir=str(tmp_path))
+    assert not lm.calls
+    assert not spending.calls
 
 
 # Text ----------------------------------------------------------------------------------------------------------

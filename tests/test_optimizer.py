@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import dspy
+import numpy as np
 import pytest
 from dspy import lm15
 from gepa.strategies.proposal_sampling import PxNSampling
@@ -23,6 +24,7 @@ from dspy_combee import (
     ThreadExecutor,
     TreeAggregator,
 )
+from dspy_combee.backoff import Backoff
 
 from .lessons import (
     Chain,
@@ -66,6 +68,8 @@ def student():
         ({"executor": "processes"}, ValueError, "threads"),
         ({"executor": 3}, TypeError, "Executor"),
         ({"gepa_kwargs": {"reflection_strategy": CombeeProposer()}}, ValueError, "reflection_strategy"),
+        ({"gepa_kwargs": {"sampling_strategy": "pxn"}}, TypeError, "sampling_strategy"),
+        ({"gepa_kwargs": {"sampling_strategy": PxNSampling}}, TypeError, "sampling_strategy"),
     ],
     ids=str,
 )
@@ -120,6 +124,31 @@ def test_the_trainset_goes_by_position_or_by_keyword():
         second = make(lm).compile(student(), trainset=examples(12), valset=examples(6))
         third = make(lm).compile(student=student(), trainset=examples(12), valset=examples(6), teacher=None)
     assert instruction(first) == instruction(second) == instruction(third)
+
+
+@pytest.mark.parametrize(
+    "wrong", [5, True, "examples.json", {"question": "?"}, examples(1)[0], [1, 2], ["a"]], ids=repr
+)
+@pytest.mark.parametrize("name", ["trainset", "valset"])
+def test_what_is_no_list_of_examples_is_refused(name, wrong):
+    lm = learning_lm()
+    with dspy.context(lm=lm), pytest.raises(TypeError, match=rf"^{name}.* must be a .*dspy\.Example, got"):
+        make(lm).compile(student(), **{"trainset": examples(4), "valset": examples(4), name: wrong})
+    assert not lm.calls
+
+
+def test_examples_may_come_from_an_iterator():
+    lm = learning_lm()
+    with dspy.context(lm=lm):
+        learned = make(lm).compile(student(), iter(examples(12)), valset=iter(examples(6)))
+    assert instruction(learned) == instruction(learn(learning_lm()))
+
+
+def test_ints_of_numpy_are_ints(tmp_path):
+    names = "reflection_minibatch_size", "num_groups", "duplication_factor", "num_threads"
+    sizes = dict(zip(names, np.array([6, 3, 2, 4]), strict=True))
+    step = learn(learning_lm(), log_dir=str(tmp_path), **sizes).detailed_results.steps[0]
+    assert (step.n, step.k, step.duplication_factor) == (6, 3, 2)
 
 
 def test_without_a_valset_the_trainset_decides_and_a_warning_says_so(caplog):
@@ -395,6 +424,36 @@ def test_an_aggregator_that_raises_ends_the_run_with_its_own_error():
     assert len(lm.calls) == 6 + 6
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ([], ValueError, "one Reduction for each task, in order, got 0 for 1"),
+        (None, TypeError, "a list of Reductions, one for each task, got None"),
+        (["text"], TypeError, "got \\['text'\\]"),
+    ],
+    ids=repr,
+)
+def test_an_aggregator_that_gives_something_else_ends_the_run(given, error, says):
+    class Wrong(TreeAggregator):
+        def aggregate(self, tasks, call, executor):
+            return given
+
+    with pytest.raises(error, match=f"Wrong.aggregate must return {says}" if error is ValueError else says):
+        learn(learning_lm(), aggregator=Wrong())
+
+
+@pytest.mark.parametrize("given", [None, "text"])
+def test_a_proposer_that_gives_no_dict_ends_the_run_at_once(given):
+    def proposer(candidate, reflective_dataset, components_to_update):
+        calls.append(candidate)
+        return given
+
+    calls = []
+    with pytest.raises(TypeError, match=f"must return a dict .*, got {type(given).__name__} from <function"):
+        learn(learning_lm(), instruction_proposer=proposer, num_threads=1)
+    assert len(calls) == 1
+
+
 class WithCode(dspy.Module):
     """A `dspy.Flex` whose source is read, not run."""
 
@@ -425,6 +484,19 @@ def test_a_provider_that_refuses_the_code_proposer_stops_the_run_at_once():
         learn(lm, WithCode(), max_metric_calls=300)
     assert caught.value.best_program.code.module_src == WithCode().code.module_src
     assert len(lm.calls) == 1
+
+
+def asks_for_code(prompt):
+    return "revised_source" in prompt.output_fields
+
+
+def test_a_provider_that_turns_the_code_proposer_away_is_asked_again():
+    failures = [lm15.RateLimitError("slow down"), lm15.ServerError("reset"), {"revised_source": "x = 1"}]
+    lm = learning_lm((asks_for_code, failures))
+    executor = ThreadExecutor(4, Backoff(first_delay=0.001))
+    results = learn(lm, WithCode(), executor=executor, max_metric_calls=24).detailed_results
+    assert len([call for call in lm.calls if asks_for_code(call.prompt)]) == 3
+    assert results.steps[0].scores_after
 
 
 # The same seed gives the same program

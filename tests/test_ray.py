@@ -489,6 +489,9 @@ def test_keys_stand_neither_in_the_name_of_a_task_nor_in_a_log_nor_in_an_error(l
         ({"resources": 3}, TypeError),
         ({"runtime_env": "env"}, TypeError),
         ({"address": 3}, TypeError),
+        ({"address": " "}, ValueError),
+        ({"resources": {1: 1.0}}, TypeError),
+        ({"runtime_env": {None: "env"}}, TypeError),
     ],
     ids=str,
 )

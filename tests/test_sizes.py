@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -236,7 +237,13 @@ def test_each_kind_of_size_has_its_sizer():
 
 @pytest.mark.parametrize("size", [None, 1, 40, [3], (3, 4), "auto", PowerLawBatchSize()])
 def test_known_sizes_pass(size):
-    check_minibatch_size(size)
+    assert check_minibatch_size(size) == (list(size) if isinstance(size, tuple) else size)
+
+
+def test_ints_of_numpy_are_ints():
+    assert type(check_minibatch_size(np.int64(8))) is int
+    assert resolve_sizer(np.int64(8), 100, 1000, 1).expected == (8,)
+    assert resolve_sizer([np.int32(7), 8], 100, 1000, 1).expected == (7, 8)
 
 
 @pytest.mark.parametrize(
@@ -251,11 +258,14 @@ def test_known_sizes_pass(size):
         (3.0, TypeError),
         ([3.5], TypeError),
         ({3}, TypeError),
+        (range(1, 4), TypeError),
+        (np.array([3, 4]), TypeError),
+        (np.float64(3), TypeError),
         (object(), TypeError),
     ],
 )
 def test_other_sizes_are_refused(size, error):
-    with pytest.raises(error, match="reflection_minibatch_size"):
+    with pytest.raises(error, match=r"reflection_minibatch_size.* (got|list)"):
         check_minibatch_size(size)
 
 

@@ -308,7 +308,7 @@ class TestFiles:
             build(tmp_path / "nowhere.jsonl")
         with pytest.raises(FileNotFoundError, match="COMBEE_DATA is not set"):
             build()
-        with pytest.raises(FileNotFoundError, match="There is no file"):
+        with pytest.raises(FileNotFoundError, match="is a folder; expected a file of JSON lines"):
             build(tmp_path)
 
     def test_the_variable_names_the_folder(self, tmp_path, monkeypatch):

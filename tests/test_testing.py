@@ -19,6 +19,7 @@ from dspy import lm15
 from dspy.teleprompt.gepa import InstructionProposer
 from dspy.utils.exceptions import LMRateLimitError, LMTimeoutError, LMTransportError, LMUnexpectedError
 
+from dspy_combee import CombeeProposer
 from dspy_combee.instruction_calls import MergeInstructions
 from dspy_combee.testing import (
     AnswerKey,
@@ -327,6 +328,32 @@ class TestReflector:
 
     def test_never_empty(self):
         assert propose(SimulatedLM(), [record("nothing")], "Convention A: old thing.").strip()
+
+
+class TestSummarizer:
+    @pytest.mark.parametrize("record", ["reflection", "record"])
+    def test_a_summary_has_the_lessons_of_the_record_and_not_of_the_instruction(self, record):
+        lesson, standing = "Convention TAXI RIDES: post to 6840-AB.", "Convention HOTELS: post to 6820-CD."
+        lm = SimulatedLM(reflector=KEEP_ALL)
+        signature = dspy.Signature(f"current_instruction: str, {record}: dict -> summary: str")
+        for adapter in (dspy.JSONAdapter(), dspy.ChatAdapter()):
+            with dspy.context(lm=lm, adapter=adapter):
+                made = {"current_instruction": standing, record: {"Feedback": f"No. {lesson}"}}
+                assert dspy.Predict(signature)(**made).summary == lesson
+                made[record] = {"Feedback": "Right."}
+                assert dspy.Predict(signature)(**made).summary == "Nothing to add."
+
+    def test_the_prompts_of_the_aggregator_are_answered(self):
+        lm = SimulatedLM(reflector=KEEP_ALL)
+        proposer = CombeeProposer(reflection_lm=lm, aggregator="summarize")
+        made = proposer({"self": "Give the code."}, {"self": [record(lesson) for lesson in LESSONS]}, ["self"])
+        assert find_lessons(made["self"]) == LESSONS
+        assert (lm.usage["summary"].calls, lm.usage["reflection"].calls) == (len(LESSONS), 1)
+
+    def test_a_program_that_writes_summaries_is_the_students(self):
+        student = Student(lambda question, lessons: "short")
+        with dspy.context(lm=SimulatedLM(student=student)):
+            assert dspy.Predict("text -> summary")(text="A long text.").summary == "short"
 
 
 class TestStudent:

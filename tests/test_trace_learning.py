@@ -422,6 +422,8 @@ def test_the_run_ends_when_the_dollars_are_spent(dollars, steps, openai_server, 
         program = learn(lm, traces(12), max_reflection_cost=dollars)
     spent = program.detailed_results.spent.usage_in("reflection").cost
     assert spent < dollars + 2 * 0.15 + 1e-9
+    recorded = sum(node.usage.cost for step in steps_of(program) for node in step.nodes)
+    assert recorded == pytest.approx(spent), "what was paid for a step that was cut short is there"
     assert len(steps_of(program)) == steps
     assert (f"max_reflection_cost=${dollars:g} is spent" in caplog.text) == (dollars < 9)
 

@@ -18,6 +18,7 @@ from dspy_combee.testing.simulation import (
     SimulatedLM,
     Solver,
     Student,
+    Summarizer,
     find_lessons,
     read_code,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "SimulatedLM",
     "Solver",
     "Student",
+    "Summarizer",
     "Tally",
     "UnmatchedPromptError",
     "count_tokens",

@@ -44,6 +44,10 @@ class DataFile:
             raise FileNotFoundError(f"No path to {name}, and {DATA_VARIABLE} is not set. {HOW_TO_GET}")
         self.path = Path(path) if path is not None else Path(folder or "", name)
         self.build = build
+        if self.path.is_dir():
+            raise FileNotFoundError(
+                f"{self.path} is a folder; expected a file of JSON lines with context and target, such as {name} in it."
+            )
         if not self.path.is_file():
             raise FileNotFoundError(f"There is no file {self.path}. {HOW_TO_GET}")
         found: dict[str, dspy.Example] = {}

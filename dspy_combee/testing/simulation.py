@@ -17,6 +17,7 @@ _LESSON = re.compile(
 )
 _CODE = re.compile(r"\b\d{4}-[A-Z0-9]{2}\b")
 _CURRENT = re.compile(r"\[\[ ## current_instruction ## \]\]\n(.*?)(?:\n\n\[\[ ## \w+ ## \]\]\n|\Z)", re.DOTALL)
+_RECORD = re.compile(r"^\[\[ ## (?:record|reflection) ## \]\]$", re.MULTILINE)
 _HEADER = "Conventions learned so far:"
 
 
@@ -192,6 +193,31 @@ class Reflector:
 
 
 @dataclass(frozen=True)
+class Summarizer:
+    """Summarizes one record, or reflection (`aggregator="summarize"`): the lessons of it that `loss` keeps."""
+
+    loss: Loss = field(default_factory=PowerLoss)
+    latency: float = 0.0
+    latency_per_token: float = 0.0
+    name: str = "summary"
+
+    def handles(self, prompt: Prompt) -> bool:
+        """Summary prompts show a record, or a reflection, and ask for a `summary`."""
+        return prompt.output_fields == ("summary",) and _RECORD.search(prompt.question) is not None
+
+    def fields(self, prompt: Prompt, rng: random.Random) -> dict[str, Any]:
+        """The lessons of the record that were kept; those of the instruction are read too, and not passed on."""
+        kept = self.loss.keep(find_lessons(prompt.question), count_tokens(prompt.question), rng)
+        # The record, or reflection, is the last field; what stands before it is the instruction.
+        told = set(find_lessons(prompt.question.rpartition("\n\n[[ ## ")[2]))
+        return {"summary": " ".join(str(lesson) for lesson in kept if lesson in told) or "Nothing to add."}
+
+    def seconds(self, output_tokens: int) -> float:
+        """A base and so much per output token."""
+        return self.latency + self.latency_per_token * output_tokens
+
+
+@dataclass(frozen=True)
 class Student:
     """Does the task by what its instruction and demos state: `solver` gets the question and those lessons.
 
@@ -240,9 +266,9 @@ class SimulatedLM(FakeLM):
 
     Args:
         seed: Seed of the draws.
-        reflector: The reflection model, with its loss and latency.
+        reflector: The reflection model, with its loss and latency, which hold for its summaries of records too.
         student: The student, with its solver and latency.
-        roles: Further roles, asked before these two.
+        roles: Further roles, asked before these.
         model: The model's name; it should say that it is simulated.
         **lm_kwargs: For `dspy.LM`.
     """
@@ -257,5 +283,7 @@ class SimulatedLM(FakeLM):
         model: str = "simulated/lessons",
         **lm_kwargs: Any,
     ) -> None:
-        built_in: tuple[Role, ...] = (reflector or Reflector(), student or Student())
+        reflector = reflector or Reflector()
+        summarizer = Summarizer(reflector.loss, reflector.latency, reflector.latency_per_token)
+        built_in: tuple[Role, ...] = (reflector, summarizer, student or Student())
         super().__init__(model, _Simulation(seed, (*roles, *built_in)), lm_kwargs)

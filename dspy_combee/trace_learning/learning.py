@@ -269,15 +269,15 @@ class TraceRun:
         )
 
     def _reduce(self, candidate: dict[str, str], batch: TraceBatch, number: int) -> tuple[list[Reduction], str]:
-        """The trees of a step, their prompts cut; and why there are none, where the money is spent."""
+        """The trees of a step, their prompts cut; and why they are cut short, where the money is spent."""
         dataset = self._records(candidate, batch)
         try:
             job = (candidate, dataset, list(dataset))
             with dspy.context(trace=None):  # DSPy's trace would hold the records of many steps.
-                made = self.reflection.proposer.reduce([job], [f"traces/{number}"])[0]
+                made, failure = self.reflection.proposer.reduce([job], [f"traces/{number}"])[0], ""
         except OutOfBudgetError as error:
-            return [], str(error)
-        return [replace(item, nodes=tuple(without_long_prompt(node) for node in item.nodes)) for item in made], ""
+            made, failure = getattr(error, "reductions", [[]])[0], str(error)
+        return [replace(item, nodes=tuple(without_long_prompt(node) for node in item.nodes)) for item in made], failure
 
     def _records(self, candidate: Mapping[str, str], batch: TraceBatch) -> dict[str, list[ReflectionRecord]]:
         proposer = self.reflection.proposer
