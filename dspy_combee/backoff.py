@@ -7,6 +7,8 @@ import threading
 import time
 from dataclasses import dataclass
 
+WAKE = 1.0  # Seconds that a wait lasts at most: a Ctrl-C that comes just before one without an end would wait too.
+
 
 @dataclass(frozen=True)
 class Backoff:
@@ -78,7 +80,7 @@ class Throttle:
                     return free
                 if not wait:
                     return 0
-                self._condition.wait(pause if pause > 0 else None)
+                self._condition.wait(min(pause, WAKE) if pause > 0 else WAKE)
 
     def release(self, number: int = 1) -> None:
         """Give a slot back, or several."""

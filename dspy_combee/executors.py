@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from dspy_combee.backoff import Backoff, Throttle
+from dspy_combee.backoff import WAKE, Backoff, Throttle
 from dspy_combee.checks import check_int
 from dspy_combee.errors import ProviderError
 
@@ -126,9 +126,9 @@ class ThreadExecutor:
             job = _Job(function, items, deadline, slots)
         finally:
             _INSIDE.reset(token)
-        for _ in range(width):
-            job.add_worker()
         try:
+            for _ in range(width):
+                job.add_worker()
             return job.collect()
         finally:
             job.abandon()
@@ -270,11 +270,11 @@ class _Job:
         for index in self.started.copy():
             self._end(index)
 
-    def _patience(self) -> float | None:
+    def _patience(self) -> float:
         starts = self.started.copy().values()
         if self.deadline is None or not starts:
-            return None
-        return max(0.0, min(starts) + self.deadline.seconds - time.monotonic())
+            return WAKE
+        return min(WAKE, max(0.0, min(starts) + self.deadline.seconds - time.monotonic()))
 
     def _timed_out(self) -> dict[int, Any]:
         results: dict[int, Any] = {}

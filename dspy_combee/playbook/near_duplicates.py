@@ -52,7 +52,8 @@ class TokenJaccard:
     """Near-duplicates by their tokens, as the module says; needs no model.
 
     Only texts with the same key tokens are compared, of which one has the other's rarest content word: the work grows
-    little faster than the number of texts, unless they share one small vocabulary. Texts without any content word unite only if they are equal.
+    little faster than the number of texts, unless they share one small vocabulary. Texts without any content word
+    unite only if they are equal.
 
     Args:
         threshold: The least Jaccard similarity, above 0 and at most 1.
