@@ -3,6 +3,7 @@
 import copy
 import importlib
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,10 @@ from .openai_server import OpenAIServer  # noqa: E402
 
 # The module: its package shows only the object of the same name.
 dspy_settings = importlib.import_module("dspy.dsp.utils.settings")
+
+# A shell starts what it runs in the background with Ctrl-C ignored, and the processes that tests start inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every run, and no deadline: a loaded machine is no failure.
 hypothesis.settings.register_profile("tests", derandomize=True, deadline=None)
