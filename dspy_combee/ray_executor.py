@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import math
 import os
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -50,7 +51,8 @@ class RayExecutor:
             machine (or of RAY_ADDRESS), or starts one.
         num_workers: Ray tasks at once. Default: as many as the cluster has room for.
         examples_per_task: Examples of one task at most. Default: the examples divided by `num_workers`, at most 64
-            or, where it is more, four for each thread of a task.
+            or, where it is more, four for each thread of a task. Below the threads of a task (the width divided by
+            `num_workers`) the width is not reached.
         resources: What one task takes, by Ray's names: `{"CPU": 2, "GPU": 1, "memory": 4e9, "sandbox": 1}`. Default:
             one CPU.
         runtime_env: Ray's runtime environment of the workers. A local `working_dir` or `py_modules` needs an address
@@ -181,7 +183,8 @@ class RayExecutor:
         needs = self._needs()
         workers = self._tasks_at_once(needs)
         threads = -(-self.width // workers)
-        size = self.examples_per_task or min(-(-len(items) // workers), max(_LARGEST_SHARD, 4 * threads))
+        most = self.examples_per_task or max(_LARGEST_SHARD, 4 * threads)
+        size = min(-(-len(items) // workers), most)
         options = {
             "name": TASK_NAME,
             "max_retries": 0,  # What is lost is run again in another way.
@@ -236,6 +239,7 @@ class _Connection:
         self._users = 0
         self._own = False  # Whether the connection was made here.
         self.environment: dict[str, Any] | None = None  # What the workers have already.
+        self._on_sigterm: Any = None  # What the process did before Ray's own handler took its place.
 
     def open(self, executor: RayExecutor) -> None:
         """Connect, unless that has been done.
@@ -246,14 +250,13 @@ class _Connection:
         import ray
 
         with self._lock:
-            if not self._users:
-                if not ray.is_initialized():
-                    self._connect(executor)
-                try:
-                    executor.check_room()
-                except BaseException:
-                    self._leave_if_unused()
-                    raise
+            if not self._users and not ray.is_initialized():
+                self._connect(executor)
+            try:
+                executor.check_room()
+            except BaseException:
+                self._leave_if_unused()
+                raise
             self._users += 1
 
     def close(self) -> None:
@@ -270,16 +273,20 @@ class _Connection:
         client = (executor.address or os.environ.get("RAY_ADDRESS", "")).startswith("ray://")
         if not client:
             options["include_dashboard"] = False
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=executor.address, **options)
         except BaseException as error:
             with suppress(Exception):
                 ray.shutdown()
+            self._restore_sigterm()
             if not isinstance(error, Exception):
                 raise
             where = "started" if executor.address is None else f"joined at {executor.address!r}"
             raise ExecutorError(f"Ray could not be {where}: {shorten(str(error))}") from error
         self._own, self.environment = True, executor.runtime_env
+        if callable(self._on_sigterm):  # Else Ray's is of use: it ends the program, and Ray with it.
+            self._restore_sigterm()
 
     def _leave_if_unused(self) -> None:
         if self._users or not self._own:
@@ -287,7 +294,13 @@ class _Connection:
         import ray
 
         ray.shutdown()
+        self._restore_sigterm()
         self._own, self.environment = False, None
+
+    def _restore_sigterm(self) -> None:
+        known = self._on_sigterm is not None and threading.current_thread() is threading.main_thread()
+        if known and getattr(signal.getsignal(signal.SIGTERM), "__module__", "").startswith("ray."):
+            signal.signal(signal.SIGTERM, self._on_sigterm)
 
 
 _CONNECTION = _Connection()

@@ -74,12 +74,12 @@ def run_shard(cargo: bytes, sent: bytes, threads: int) -> bytes:
         except BaseException as error:
             failure = _sendable_error(error)
         sent_back = None if failure is not None else load.function.send_back(results)
-        return dumps((sent_back, failure, {} if tracker is None else dict(tracker.usage_data)))
+        return dumps((sent_back, failure, {} if tracker is None else dict(tracker.usage_data)), reply=True)
 
 
 def _sendable_error(error: BaseException) -> BaseException:
     try:
-        loads(dumps(error))
+        loads(dumps(error, reply=True))
     except Exception:
         return ExecutorError(f"{type(error).__name__}: {shorten(error)}")
     return error

@@ -243,11 +243,13 @@ class _RunFunction:
         """See `Travelling.send_back`: without what the sender has: examples, and the program's own predictors."""
         own = {id(predictor) for _, predictors in self.templates for predictor in predictors.values()}
         bare = [_bare(rollout, own) for rollout in results]
-        extra = self.stage.cut_short.take(), self.stage.scorer.take_warnings()
+        cut_short, warnings = self.stage.cut_short.take(), self.stage.scorer.take_warnings()
         try:
-            return dumps((bare, *extra))
-        except Exception:
-            return dumps(([_sendable(rollout) for rollout in bare], *extra))
+            return dumps((bare, cut_short, warnings), reply=True)
+        except Exception as error:
+            text = f"What a rollout gave cannot be pickled ({shorten(str(error))})"
+            warnings.append(("unsendable", text, "Its score stands; feedback and callers get text in its place."))
+            return dumps(([_sendable(rollout) for rollout in bare], cut_short, warnings), reply=True)
 
     def take_back(self, items: Sequence[_Run], sent: bytes) -> list[Rollout]:
         """See `Travelling.take_back`."""

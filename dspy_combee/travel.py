@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,19 +68,46 @@ class Travelling(Protocol):
         ...
 
 
+# Classes of this process that were pickled as a whole: those of a script, of a notebook, inside a function.
+_SENT: weakref.WeakSet[type] = weakref.WeakSet()
+
+
 class _Pickler(cloudpickle.Pickler):
+    reply = False
+
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, BaseLM) and getattr(value, "history", None):
             reduced = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
             if len(reduced) > 2 and isinstance(reduced[2], dict):
                 return (*reduced[:2], {**reduced[2], "history": []}, *reduced[3:])
-        return super().reducer_override(value)  # type: ignore[no-untyped-call]
+        reduced = super().reducer_override(value)  # type: ignore[no-untyped-call]
+        if not isinstance(value, type) or not isinstance(reduced, tuple) or len(reduced) != 6:
+            return reduced
+        if not self.reply:
+            _SENT.add(value)
+            return reduced
+        *made, state, _, _, fill = reduced
+        return (*made, (fill, state), None, None, _fill_unless_sent)
 
 
-def dumps(value: Any) -> bytes:
-    """Pickle `value`."""
+def _fill_unless_sent(made: type, fill_and_state: tuple[Callable[[type, Any], Any], Any]) -> type:
+    """Give a class that came back its attributes, but leave the sender's own class as it is."""
+    fill, state = fill_and_state
+    if made not in _SENT:
+        fill(made, state)
+    return made
+
+
+def dumps(value: Any, reply: bool = False) -> bytes:
+    """Pickle `value`.
+
+    Args:
+        value: What travels.
+        reply: Whether it goes back, to a process whose classes must not be changed by what it gets.
+    """
     buffer = io.BytesIO()
     pickler: Any = _Pickler(buffer)  # type: ignore[no-untyped-call]
+    pickler.reply = reply
     pickler.dump(value)
     return buffer.getvalue()
 
@@ -102,10 +130,11 @@ def pack(value: Any, parts: Callable[[], Mapping[str, Any]]) -> bytes:
     try:
         return dumps(value)
     except Exception as error:
-        name, culprit, cause = next(
-            (_culprit(part, name, {}) for name, part in parts().items() if _failure(part) is not None),
-            ("what is sent", value, error),
+        failing = ((name, part) for name, part in parts().items() if _failure(part) is not None)
+        name, culprit = next(
+            (_culprit(part, name, {}) or (name, part) for name, part in failing), ("what is sent", value)
         )
+        cause = _failure(culprit) or error
         raise TypeError(
             f"The rollouts cannot be sent to other processes: {name}, a {type(culprit).__name__}, cannot be pickled "
             f"({shorten(str(cause))}). Make it where it is used, leave it out of the pickle (__getstate__), or run on "
@@ -121,13 +150,15 @@ def _failure(value: Any) -> BaseException | None:
     return None
 
 
-def _culprit(value: Any, name: str, seen: dict[int, Any]) -> tuple[str, Any, BaseException]:
-    """The smallest part of `value` that cannot be pickled: its name, itself and the error."""
+def _culprit(value: Any, name: str, seen: dict[int, Any]) -> tuple[str, Any] | None:
+    """A part of `value` that cannot be pickled though its own parts can, and its name; None if that was seen before."""
     seen[id(value)] = value
-    for label, part in _parts_of(value):
-        if id(part) not in seen and _failure(part) is not None:
-            return _culprit(part, name + label, seen)
-    return name, value, _failure(value) or TypeError("unknown")
+    failing = [(label, part) for label, part in _parts_of(value) if _failure(part) is not None]
+    for label, part in failing:
+        found = None if id(part) in seen else _culprit(part, name + label, seen)
+        if found is not None:
+            return found
+    return None if failing else (name, value)
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
@@ -144,6 +175,12 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     elif inspect.isfunction(value):
         used = inspect.getclosurevars(value)
         yield from ((f" with {name!r}", item) for name, item in {**used.nonlocals, **used.globals}.items())
+        yield " with a default", (value.__defaults__, value.__kwdefaults__)
+    elif isinstance(value, type):
+        yield from ((f".{name}", item) for name, item in vars(value).items() if not _is_made_anew(name, item))
+        yield from ((f", a {base.__name__}", base) for base in value.__bases__)
+    elif isinstance(value, classmethod | staticmethod):
+        yield "", value.__func__
     else:
         try:
             state = value.__getstate__() if hasattr(value, "__getstate__") else vars(value)
@@ -151,6 +188,12 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
             state = getattr(value, "__dict__", None)
         if isinstance(state, Mapping):
             yield from ((f".{name}", item) for name, item in state.items())
+        yield f": {type(value).__name__}", type(value)
+
+
+def _is_made_anew(name: str, attribute: Any) -> bool:
+    """Whether an attribute of a class does not travel with it."""
+    return name == "_abc_impl" or inspect.isgetsetdescriptor(attribute) or inspect.ismemberdescriptor(attribute)
 
 
 def sendable(value: Any) -> Any:

@@ -120,7 +120,9 @@ def test_dspy_settings_hold_inside(on_ray):
     assert seen == [("the caller's", 17)] * 6
 
 
-@pytest.mark.parametrize(("width", "workers", "size"), [(4, 2, None), (5, 2, 20), (3, 4, None), (6, 1, None)])
+@pytest.mark.parametrize(
+    ("width", "workers", "size"), [(4, 2, None), (4, 2, 1000), (5, 2, 20), (3, 4, None), (6, 1, None)]
+)
 def test_width_is_reached_and_never_exceeded(on_ray, width, workers, size):
     executor = on_ray(width, num_workers=workers, examples_per_task=size)
 
@@ -271,13 +273,34 @@ def test_a_rollout_that_stalls_is_a_failed_rollout_that_says_where(on_ray, tmp_p
     assert [rollout.error for rollout in rollouts] == ["the rollout took longer than 0.3 seconds"] * 2
 
 
-def test_an_answer_that_cannot_travel_is_kept_as_text_and_its_score_stands(on_ray):
+def test_an_answer_that_cannot_travel_is_kept_as_text_with_a_warning_and_its_score_stands(on_ray, caplog):
     with dspy.context(lm=ray_helpers.right_lm()):
         (rollout,) = roll_out(on_ray(2), ray_helpers.Unsendable(), examples(1))
     assert rollout.score == 1.0
     assert rollout.prediction.answer == "right"
     assert rollout.prediction.stream.startswith("<generator")
     assert rollout.prediction.pid != os.getpid()
+    assert caplog.text.count("cannot pickle 'generator' object") == 1
+
+
+def test_what_comes_back_changes_no_class_of_the_caller_and_what_goes_there_is_of_today(on_ray):
+    class Note:
+        kind = "old"
+
+        def text(self):
+            return "note"
+
+    class Noting(dspy.Module):
+        def forward(self, question):
+            return dspy.Prediction(note=Note(), kind=Note.kind)
+
+    before = Note.text, Noting.forward
+    for kind in ("old", "new"):
+        Note.kind = kind
+        (rollout,) = roll_out(on_ray(1, num_workers=1), Noting(), examples(1))
+        assert isinstance(rollout.prediction.note, Note)
+        assert rollout.prediction.kind == kind
+    assert (Note.text, Noting.forward) == before
 
 
 def test_a_warning_about_the_metric_is_given_here_and_once(on_ray, caplog):
@@ -368,14 +391,37 @@ def locked_metric():
     return score
 
 
+def guarded_program():
+    guard = threading.Lock()
+
+    class Guarded(Chain):
+        def forward(self, question):
+            with guard:
+                return super().forward(question)
+
+    return Guarded()
+
+
+GUARD = threading.Lock()
+
+
+def score_with_default(gold, pred, trace=None, pred_name=None, pred_trace=None, guard=GUARD):
+    return 1.0
+
+
+score_with_default.__module__ = "__main__"  # Of a script: it travels as a whole.
+
+
 @pytest.mark.parametrize(
     ("options", "program", "extra", "named"),
     [
+        ({}, guarded_program, {}, r"the program: Guarded\.forward with 'guard', a lock"),
+        ({"metric": score_with_default}, Chain, {}, r"the metric with a default\[0\]\[3\], a lock"),
         ({}, lambda: Holder(client=threading.Lock()), {}, r"the program\.tools\['client'\], a lock"),
         ({"metric": locked_metric()}, Chain, {}, r"the metric with 'guard', a lock"),
         ({}, Chain, {"notes": [1, threading.Lock()]}, r"the example .*question 3.*\.notes\[1\], a lock"),
     ],
-    ids=["program", "metric", "example"],
+    ids=["class", "default", "program", "metric", "example"],
 )
 def test_what_cannot_travel_is_named_before_anything_is_spent(options, program, extra, named, on_ray):
     lm = learning_lm()
@@ -526,17 +572,25 @@ def test_resources_that_no_node_has_are_named(on_ray):
         on_ray(2, resources={"sandbox": 1}).map(Traveller(ray_helpers.square), [1])
 
 
+def test_resources_are_looked_at_for_each_executor(on_ray):
+    with on_ray(2), pytest.raises(ExecutorError, match="sandbox"):
+        on_ray(2, resources={"sandbox": 1}).map(Traveller(ray_helpers.square), [1])
+
+
 def test_an_environment_of_the_workers(on_ray):
     executor = on_ray(2, runtime_env={"env_vars": {"COMBEE_TEST": "there"}})
     assert executor.map(Traveller(ray_helpers.variable), ["COMBEE_TEST"]) == ["there"]
 
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
 import dspy, ray
 from tests import ray_helpers
 from tests.lessons import learning_lm, examples, make
 def main(folder, seconds):
+    if float(seconds):
+        signal.signal(signal.SIGTERM, lambda *received: print("told", flush=True))
+    before = signal.getsignal(signal.SIGTERM)
     lm = learning_lm()
     optimizer = make(lm, executor="ray", max_metric_calls=24)
     program = ray_helpers.Slow(folder, float(seconds))
@@ -545,7 +599,7 @@ def main(folder, seconds):
             optimizer.compile(program, examples(6), valset=examples(6))
         except KeyboardInterrupt as error:
             print("interrupted", type(error.best_program).__name__, flush=True)
-    print("initialized", ray.is_initialized(), flush=True)
+    print("initialized", ray.is_initialized(), signal.getsignal(signal.SIGTERM) == before, flush=True)
 if __name__ == "__main__":
     main(*sys.argv[1:])
 """
@@ -646,7 +700,7 @@ def test_a_cluster_is_joined_and_stays(cluster, address):
 def test_a_ray_that_compile_started_is_gone_after_it(tmp_path):
     process = start(tmp_path, 0.0)
     out, err = process.communicate(timeout=200)
-    assert (process.returncode, out) == (0, "initialized False\n"), err
+    assert (process.returncode, out) == (0, "initialized False True\n"), err
     assert wait_for(lambda: not processes_of(tmp_path)), processes_of(tmp_path)
 
 
@@ -655,13 +709,15 @@ def test_a_ray_that_compile_started_is_gone_after_it(tmp_path):
 def test_ctrl_c_ends_the_run_and_its_ray(tmp_path, whole_group):
     process = start(tmp_path, 60.0)
     assert wait_for(lambda: noted(tmp_path, "rollout"), 150)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "told\n", "the program's own handler"
     sent = time.monotonic()
     if whole_group:  # What a terminal does.
         os.killpg(process.pid, signal.SIGINT)
     else:
         process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
-    assert out == "interrupted Slow\ninitialized False\n", err
+    assert out == "interrupted Slow\ninitialized False True\n", err
     assert process.returncode == 0
     assert time.monotonic() - sent < 30
     assert wait_for(lambda: not processes_of(tmp_path)), processes_of(tmp_path)
