@@ -174,7 +174,8 @@ def main() -> int:
     logging.getLogger("dspy_combee").setLevel(logging.WARNING)
     started = time.perf_counter()
     with RayExecutor(num_workers=2):
-        print(f"Ray was up after {time.perf_counter() - started:.1f} s.")
+        niceness = os.environ["RAY_worker_niceness"]
+        print(f"Ray was up after {time.perf_counter() - started:.1f} s; its workers have niceness {niceness}.")
         cpu_table(1 if quick else ROUNDS, 40 if quick else 120)
         met = overhead_table(1 if quick else ROUNDS, 128 if quick else 512)
     return 0 if met or quick else 1
