@@ -174,7 +174,7 @@ def main() -> int:
     logging.getLogger("dspy_combee").setLevel(logging.WARNING)
     started = time.perf_counter()
     with RayExecutor(num_workers=2):
-        niceness = os.environ["RAY_worker_niceness"]
+        niceness = os.environ["RAY_worker_niceness"]  # noqa: SIM112 - Ray's own spelling.
         print(f"Ray was up after {time.perf_counter() - started:.1f} s; its workers have niceness {niceness}.")
         cpu_table(1 if quick else ROUNDS, 40 if quick else 120)
         met = overhead_table(1 if quick else ROUNDS, 128 if quick else 512)
