@@ -8,7 +8,15 @@ import dspy
 import pytest
 from dspy.teleprompt import Teleprompter
 
-from dspy_combee import Bullet, Playbook, PlaybookOptimizer, PlaybookResult, PowerLawBatchSize, StepRecord
+from dspy_combee import (
+    Bullet,
+    Playbook,
+    PlaybookOptimizer,
+    PlaybookResult,
+    PowerLawBatchSize,
+    StepRecord,
+    TreeAggregator,
+)
 from dspy_combee.baselines import TopKAggregator
 from dspy_combee.playbook import attach, playbooks_in
 from dspy_combee.playbook.bullets import SECTIONS
@@ -415,6 +423,15 @@ def test_the_baselines_aggregate_reflections_too(aggregator):
     kept = 6 if isinstance(aggregator, str) else len(step.applied)
     assert 1 <= len(contents(program)) == kept
     assert len(step.unused_reflections) == 6 - kept
+
+
+def test_an_aggregator_that_gives_something_else_ends_the_run():
+    class Wrong(TreeAggregator):
+        def aggregate(self, tasks, call, executor):
+            return []
+
+    with pytest.raises(ValueError, match="Wrong.aggregate must return one Reduction for each task, in order, got 0"):
+        learn(playbook_lm(), n_train=6, aggregator=Wrong())
 
 
 def test_an_embedder_tells_near_duplicates():

@@ -15,7 +15,7 @@ from dspy_combee.ace.options import PlaybookOptions
 from dspy_combee.ace.program import PlaybookProgram, Playbooks
 from dspy_combee.ace.reflection import ReflectionJob, Reflector, curator_record
 from dspy_combee.ace.structured import TimedCalls
-from dspy_combee.aggregation import ReductionTask
+from dspy_combee.aggregation import ReductionTask, reduce_tasks
 from dspy_combee.aggregators import resolve_aggregator
 from dspy_combee.budget import CostGuard
 from dspy_combee.calls import UsageMeter
@@ -299,7 +299,7 @@ class PlaybookLearner:
         calls = CuratorCalls(
             self.options.reflection_lm, self.meter, frozen, self.near_duplicates, self.options.reflection_timeout
         )
-        reductions = self.aggregator.aggregate(tasks, calls, self.guard)
+        reductions = reduce_tasks(self.aggregator, tasks, calls, self.guard)
         reductions = merge_rival_updates(tasks, reductions, calls, self.guard)
         for reduction in reductions:
             if reduction.error is not None:
