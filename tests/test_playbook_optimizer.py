@@ -430,7 +430,7 @@ def test_an_aggregator_that_gives_something_else_ends_the_run():
         def aggregate(self, tasks, call, executor):
             return []
 
-    with pytest.raises(ValueError, match="Wrong.aggregate must return one Reduction for each task, in order, got 0"):
+    with pytest.raises(ValueError, match=r"Wrong\.aggregate must return one Reduction .* got 0"):
         learn(playbook_lm(), n_train=6, aggregator=Wrong())
 
 
