@@ -4,7 +4,6 @@ import itertools
 import logging
 import math
 import re
-import threading
 from typing import Any
 
 import dspy
@@ -13,25 +12,10 @@ from gepa.strategies.proposal_sampling import PxNSampling
 
 from dspy_combee import PowerLawBatchSize
 
-from .lessons import examples, instruction, is_level_1, is_reflection, learn, learning_lm, make, metric
+from .clocks import CallClock
+from .lessons import examples, instruction, is_level_1, learn, learning_lm, make, metric
 
 STUDENT, REFLECTION = 1, 50
-
-
-class CallClock:
-    """A clock on which a rollout takes 1 second and a reflection call 50, one after the other."""
-
-    def __init__(self):
-        self.seconds = 0
-        self._lock = threading.Lock()
-
-    def __call__(self):
-        return float(self.seconds)
-
-    def latency(self, prompt, rng):
-        with self._lock:
-            self.seconds += REFLECTION if is_reflection(prompt) else STUDENT
-        return 0.0
 
 
 def step_seconds(n):
@@ -41,7 +25,7 @@ def step_seconds(n):
 
 
 def controlled(lm=None, clock=None, n_train=400, n_val=5, candidates=(5, 10, 20), **options):
-    clock = clock or CallClock()
+    clock = clock or CallClock(STUDENT, REFLECTION)
     lm = lm or learning_lm(latency=clock.latency)
     size = PowerLawBatchSize(candidates=candidates, clock=clock)
     return learn(lm, n_train=n_train, n_val=n_val, **{"reflection_minibatch_size": size, **options}).detailed_results
@@ -105,7 +89,7 @@ def test_proposals_of_profiling_steps_are_kept_when_accepted():
         lm,
         n_train=400,
         n_val=5,
-        reflection_minibatch_size=PowerLawBatchSize(candidates=(5, 10, 20), clock=CallClock()),
+        reflection_minibatch_size=PowerLawBatchSize(candidates=(5, 10, 20), clock=CallClock(STUDENT, REFLECTION)),
         max_metric_calls=500,
         gepa_kwargs=stop_after(4),
     )
@@ -162,7 +146,7 @@ def test_a_skipped_step_is_no_measurement(caplog):
 
 
 def test_a_failed_step_is_no_measurement(caplog):
-    clock = CallClock()
+    clock = CallClock(STUDENT, REFLECTION)
     lm = learning_lm((is_level_1, ["of no use"] * 4), latency=clock.latency)  # two groups, two attempts each
     with caplog.at_level(logging.INFO, "dspy_combee"):
         result = controlled(lm, clock, max_metric_calls=700, gepa_kwargs=stop_after(6))
@@ -172,7 +156,7 @@ def test_a_failed_step_is_no_measurement(caplog):
 
 
 def test_a_step_that_the_cache_answered_is_no_measurement(caplog):
-    clock = CallClock()
+    clock = CallClock(STUDENT, REFLECTION)
     lm = learning_lm(latency=clock.latency, cache=True)
     options = {"lm": lm, "clock": clock, "max_metric_calls": 500, "gepa_kwargs": stop_after(3)}
     first = controlled(**options)

@@ -24,6 +24,7 @@ from dspy_combee.playbook_records import PlaybookStep
 from dspy_combee.provenance import surviving_nodes
 from dspy_combee.testing import ScriptedLM
 
+from .clocks import LookClock
 from .lessons import Chain, examples, instruction, metric, numbers_in, rules_in
 from .playbook_lessons import (
     add,
@@ -481,19 +482,8 @@ def test_replayed_sizes():
     assert learn(playbook_lm(), minibatch_size=[2, 4, 6]).detailed_results.batch_sizes == (2, 4, 6)
 
 
-class Clock:
-    """Steps take a second, and a tenth for each example: what the controller should find out."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1.0
-        return self.now
-
-
 def test_auto_is_the_controller():
-    policy = PowerLawBatchSize(clock=Clock())
+    policy = PowerLawBatchSize(clock=LookClock())
     result = learn(playbook_lm(), n_train=60, minibatch_size=policy, num_epochs=3).detailed_results
     assert sum(result.batch_sizes) == 180
     assert result.steps[0].profiling

@@ -13,9 +13,9 @@ from dspy_combee import Playbook, PowerLawBatchSize
 from dspy_combee.ace.state import RunState, RunStateFile
 from dspy_combee.records import Spent, Usage
 
+from .clocks import LookClock
 from .lessons import Chain, examples
 from .playbook_lessons import all_text, contents, learn, make, playbook_lm
-from .trace_runs import Clock
 
 STATE = "playbook_state.json"
 
@@ -117,7 +117,7 @@ def test_the_validation_of_the_start_is_not_paid_twice(tmp_path):
 
 def test_the_controller_goes_on_with_what_it_measured(tmp_path):
     def options():
-        return {"n_train": 40, "minibatch_size": PowerLawBatchSize(clock=Clock()), "num_epochs": 3}
+        return {"n_train": 40, "minibatch_size": PowerLawBatchSize(clock=LookClock()), "num_epochs": 3}
 
     class Stop(BaseException):
         pass

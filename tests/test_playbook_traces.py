@@ -11,6 +11,7 @@ from dspy_combee.lengths import estimate_tokens
 from dspy_combee.report import html_page
 from dspy_combee.step_log import read_steps
 
+from .clocks import LookClock
 from .lessons import Chain, examples, numbers_in, rules_in
 from .openai_server import Reply
 from .playbook_lessons import (
@@ -28,7 +29,6 @@ from .playbook_lessons import (
 )
 from .trace_runs import (
     MILLION,
-    Clock,
     Stop,
     check_hostile_run,
     compile_on,
@@ -202,7 +202,7 @@ def test_few_traces_take_the_paper_s_size():
 
 
 def test_from_150_traces_on_the_controller_times_reflection():
-    program = learn(playbook_lm(), traces(160), minibatch_size=PowerLawBatchSize(clock=Clock()))
+    program = learn(playbook_lm(), traces(160), minibatch_size=PowerLawBatchSize(clock=LookClock()))
     steps = steps_of(program)
     assert [step.n for step in steps[:3]] == [5, 5, 10]
     assert steps[0].profiling

@@ -19,30 +19,13 @@ from gepa.strategies.eval_policy import FullEvaluationPolicy
 
 from dspy_combee import PowerLawBatchSize
 
-from .lessons import instruction, is_reflection, learn, learning_lm, metric
+from .clocks import CallClock
+from .lessons import instruction, learn, learning_lm, metric
 
 N_TRAIN, N_VAL, BUDGET = 40, 6, 200
 KINDS = ("fixed", "replayed", "auto")
 HOWS = ("saved", "ended")
 STEPS = (1, 2, 3, 4)
-
-
-class CallClock:
-    """A clock that moves by the calls of the language model: 1 for a rollout, 20 for a reflection call."""
-
-    def __init__(self):
-        self.seconds = 0
-        self.rollouts = 0
-        self._lock = threading.Lock()
-
-    def __call__(self):
-        return float(self.seconds)
-
-    def latency(self, prompt, rng):
-        with self._lock:
-            self.seconds += 20 if is_reflection(prompt) else 1
-            self.rollouts += not is_reflection(prompt)
-        return 0.0
 
 
 class Counting:
@@ -79,7 +62,7 @@ class Dies:
 
 
 def start(kind, log_dir, callbacks=(), counting=metric, clock=None, **options):
-    clock = clock or CallClock()
+    clock = clock or CallClock(1, 20)
     sizes = {
         "fixed": 6,
         "replayed": [6, 9, 4, 12, 3, 7],
@@ -100,7 +83,7 @@ def die(kind, how, step, log_dir):
     if how != "map":
         start(kind, log_dir, [Dies(how, step)])
         return
-    clock = CallClock()
+    clock = CallClock(1, 20)
     latency = clock.latency
 
     def deadly(prompt, rng):

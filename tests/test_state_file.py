@@ -8,16 +8,17 @@ import pytest
 from dspy_combee import PowerLawBatchSize
 
 from . import playbook_lessons
+from .clocks import LookClock
 from .lessons import examples, learning_lm, make
 from .playbook_lessons import playbook_lm
-from .trace_runs import Clock, compile_on
+from .trace_runs import compile_on
 from .trace_samples import traces
 
 WRONG = [None, "x", -1, float("nan"), [[1]], {"a": 1}]
 
 
 def playbook_run(lm, folder):
-    options = {"minibatch_size": PowerLawBatchSize(clock=Clock()), "num_epochs": 5, "valset": examples(2)}
+    options = {"minibatch_size": PowerLawBatchSize(clock=LookClock()), "num_epochs": 5, "valset": examples(2)}
     playbook_lessons.learn(lm, n_train=20, log_dir=folder, **options)
 
 

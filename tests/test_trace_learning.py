@@ -17,6 +17,7 @@ from dspy_combee.testing import SimulatedLM
 from dspy_combee.trace_learning.batches import CONTEXT_TOKENS, context_tokens, group_tokens, trace_sizer
 from dspy_combee.trace_learning.state import TraceState, TraceStateFile
 
+from .clocks import LookClock
 from .lessons import (
     Chain,
     examples,
@@ -35,7 +36,6 @@ from .openai_server import Reply
 from .trace_runs import (
     MILLION,
     PROGRAM,
-    Clock,
     Stop,
     check_hostile_run,
     compile_on,
@@ -262,7 +262,7 @@ def test_few_traces_take_the_paper_s_size(size, count, sizes):
 
 
 def test_from_150_traces_on_the_controller_times_reflection():
-    size = PowerLawBatchSize(clock=Clock())
+    size = PowerLawBatchSize(clock=LookClock())
     program = learn(learning_lm(), traces(300), reflection_minibatch_size=size)
     steps = steps_of(program)
     assert [step.n for step in steps[:3]] == [5, 5, 10]
@@ -278,7 +278,7 @@ def test_from_150_traces_on_the_controller_times_reflection():
 
 
 def test_d_of_n_is_the_time_without_validation():
-    size = PowerLawBatchSize(clock=Clock(), max_minibatch_size=10)
+    size = PowerLawBatchSize(clock=LookClock(), max_minibatch_size=10)
     program = learn(learning_lm(), traces(20), valset=examples(5), reflection_minibatch_size=size)
     assert {(step.n, step.seconds, step.validation_seconds) for step in steps_of(program)} == {(10, 1.0, 1.0)}
 

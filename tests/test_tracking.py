@@ -13,6 +13,7 @@ import pytest
 from dspy_combee import PowerLawBatchSize
 from dspy_combee.tracking import PREFIX, STEP, StepTracking, has_wandb_run, step_metrics
 
+from .clocks import LookClock
 from .lessons import learn, learning_lm
 from .report_samples import EXAMPLES, steps_of
 
@@ -153,17 +154,8 @@ def test_our_numbers_stand_beside_gepa_s_in_one_run(mlflow):
     assert run.data.metrics["combee/metric_calls"] == steps[-1].metric_calls
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1.0
-        return self.now
-
-
 def test_the_fit_of_the_controller_is_logged(mlflow):
-    size = PowerLawBatchSize(candidates=(1, 2, 4), clock=Clock())
+    size = PowerLawBatchSize(candidates=(1, 2, 4), clock=LookClock())
     result = learn(
         learning_lm(), n_train=20, max_metric_calls=300, reflection_minibatch_size=size, use_mlflow=True
     ).detailed_results

@@ -22,17 +22,6 @@ def steps_of(program):
     return program.detailed_results.steps
 
 
-class Clock:
-    """Each look at it takes a second: so does every step, whatever n is."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1.0
-        return self.now
-
-
 class Stop(BaseException):
     """What ends a run from outside."""
 
