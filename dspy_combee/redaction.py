@@ -15,12 +15,13 @@ replaces all texts in a list or a mapping under such a name):
 - **HTTP authorization**: what follows `Authorization: Bearer` (`Basic`, `Token`, `Bot`), and `Bearer` alone when a
   value with a digit, or of 24 characters or more, follows.
 - **Named values**: what is assigned with `=` or `:` to a name that ends in password, passwd, passphrase, pwd, secret,
-  api key, access key, secret key, private key, account key, access token, auth token, refresh token, client secret (in
-  any case, with `_`, `-` or a blank between the words, quoted or not, as in `"api_key": "..."`, `DB_PASSWORD=...`),
-  and after an option such as `--password`. A name that ends in `token` counts when the value has 16 characters or more,
-  with a letter and a digit. Left alone are values that name a secret and are none: placeholders (`<key>`,
-  `${KEY}`, `****`, `None`, `required`), paths, expressions of code (`os.environ[...]`, `self.password`,
-  `password=password`), and, unless a lone `=` stands between, bare words without a digit or a sign (prose).
+  api key, access key, secret key, private key, account key, access token, auth token, refresh token, client secret
+  (in any case, with `_`, `-` or a blank between the words, quoted or not, as in `"api_key": "..."`,
+  `DB_PASSWORD=...`, `"passwords": ["...", "..."]`), and after an option such as `--password`. A name that ends in
+  `token` counts when the value has 16 characters or more, with a letter and a digit. Left alone are values that name
+  a secret and are none: placeholders (`<key>`, `${KEY}`, `****`, `None`, `required`), paths, expressions of code
+  (`os.environ[...]`, `self.password`, `password=password`), and, unless a lone `=` stands between, bare words without
+  a digit or a sign (prose).
 
 Hashes, UUIDs, base64 images, paths and code have none of these looks and stay. A secret without a known look is not
 found: name it in `extra_secrets`.
@@ -86,17 +87,24 @@ _NAMES = (
     r"pass(?:word|wd|phrase)|pwd|secret|(?:api|access|secret|private|account)[ _-]?key"
     r"|(?:access|auth|refresh)[_-]?token"
 )
-_VALUE = (
+_QUOTED = (
     r'"(?:\\.|[^"\\\n]){1,1000}"'
     r"|'(?:\\.|[^'\\\n]){1,1000}'"
     r'|\\"(?:(?!\\").){1,1000}\\"'
-    r"""|[^\s"'`,;&|<>\\]{1,1000}"""
 )
+_VALUE = _QUOTED + r"""|[^\s"'`,;&|<>\\]{1,1000}"""
 # `password=`, `"api_key": `, `\"secret\":`, `PASSWORD := `; not `==`.
 _NAMED = re.compile(
     rf"""((?:{_NAMES}|(?P<token>token))[0-9]?\\?["'`]?)([ \t]{{0,4}}(?::=|=>|[:=])(?![:=])[ \t]{{0,4}})({_VALUE})""",
     re.IGNORECASE,
 )
+# `"passwords": ["...", "..."]`
+_LISTED = re.compile(
+    rf"""((?:{_NAMES})[s0-9]?\\?["'][ \t]{{0,4}}:[ \t]{{0,4}}\[\s{{0,20}})"""
+    rf"((?:{_QUOTED})(?:\s{{0,20}},\s{{0,20}}(?:{_QUOTED})){{0,50}})",
+    re.IGNORECASE,
+)
+_ITEM = re.compile(_QUOTED)
 _OPTION = re.compile(rf"(--(?:[a-z]{{1,20}}-){{0,3}}(?:{_NAMES}|token)[ \t]{{1,4}})({_VALUE})", re.IGNORECASE)
 # Of data; there the plural names a list or an object of them.
 _SECRET_NAME = re.compile(rf"(?:^|[^A-Za-z]|(?<=[a-z])(?=[A-Z]))(?:{_NAMES})[s0-9]?$", re.IGNORECASE)
@@ -148,16 +156,29 @@ def _is_bare_secret(value: str, assigned_tightly: bool) -> bool:
 
 def _redact_named(match: re.Match[str]) -> str:
     name, between, value = match.group(1), match.group(3), match.group(4)
-    for quote in ('\\"', '"', "'"):
-        if value.startswith(quote) and value.endswith(quote) and len(value) > 2 * len(quote):
-            inner = value[len(quote) : -len(quote)]
-            found = _is_token(inner) if match.group("token") else _is_value(inner, shortest=1)
-            return f"{name}{between}{quote}{REDACTED}{quote}" if found else match.group()
+    quote = _quote_of(value)
+    if quote:
+        return name + between + _redact_quoted(value, quote, _is_token if match.group("token") else _is_any_value)
     value = _CLOSING.sub("", value)
     rest = match.group(4)[len(value) :]
     tight = between == "="
     found = _is_bare_secret(value, tight) and (not match.group("token") or _is_token(value))
     return f"{name}{between}{REDACTED}{rest}" if found else match.group()
+
+
+def _quote_of(value: str) -> str:
+    quotes = ('\\"', '"', "'")
+    return next((q for q in quotes if value.startswith(q) and value.endswith(q) and len(value) > 2 * len(q)), "")
+
+
+def _redact_quoted(value: str, quote: str, is_secret: Callable[[str], bool]) -> str:
+    return quote + REDACTED + quote if is_secret(value[len(quote) : -len(quote)]) else value
+
+
+def _redact_listed(match: re.Match[str]) -> str:
+    return match.group(1) + _ITEM.sub(
+        lambda item: _redact_quoted(item.group(), _quote_of(item.group()), _is_any_value), match.group(2)
+    )
 
 
 def _redact_option(match: re.Match[str]) -> str:
@@ -189,6 +210,7 @@ _PATTERNS: tuple[tuple[tuple[str, ...], re.Pattern[str], Callable[[re.Match[str]
     (("authorization",), _AUTHORIZATION, _redact_second),
     (("bearer",), _BEARER, _redact_bearer),
     (("pass", "pwd", "secret", "key", "token"), _NAMED, _redact_named),
+    (("pass", "pwd", "secret", "key", "token"), _LISTED, _redact_listed),
     (("--",), _OPTION, _redact_option),
 )
 
