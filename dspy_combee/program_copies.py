@@ -67,14 +67,18 @@ def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
     new: Any
     if kind is list:
         memo[id(value)] = new = []
-        new.extend(_deepcopy(item, memo) for item in value)
+        new.extend([item if type(item) in _UNCHANGING else _deepcopy(item, memo) for item in value])
     elif kind is dict:
         memo[id(value)] = new = {}
         new.update((_deepcopy(key, memo), _deepcopy(item, memo)) for key, item in value.items())
     elif _is_plain_module(kind):
         memo[id(value)] = new = kind.__new__(kind)
-        state = value.__getstate__()
-        new.__setstate__({name: _deepcopy(part, memo) for name, part in state.items()})
+        # By way of the class: looking up a module's own attributes is slow.
+        state = kind.__getstate__(value)
+        for name, part in state.items():
+            if type(part) not in _UNCHANGING:
+                state[name] = _deepcopy(part, memo)
+        kind.__setstate__(new, state)
     else:
         new = copy.deepcopy(value, memo)
     return new
