@@ -189,6 +189,8 @@ class Flight:
         return _Shard(positions, self.function.send([self.items[position] for position in positions]), attempt)
 
     def _launch(self, shared: Any) -> None:
+        import ray
+
         while self._waiting:
             shard = self._waiting[0]
             if shard.attempt == 1 and len(self._flying) >= self.shape.tasks:
@@ -197,7 +199,7 @@ class Flight:
             if not taken:
                 return
             try:
-                reference = self.task.remote(shared, shard.sent, taken)
+                reference = self.task.remote(shared, ray.put(shard.sent), taken)
             except BaseException:
                 self.slots.release(taken)
                 raise
