@@ -275,7 +275,11 @@ class _Connection:
             options["include_dashboard"] = False
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
-            ray.init(address=executor.address, **options)
+            try:
+                ray.init(address=executor.address, **options)
+            except ConnectionAbortedError:  # The server that Ray starts for each client did not start: once more.
+                ray.shutdown()
+                ray.init(address=executor.address, **options)
         except BaseException as error:
             with suppress(Exception):
                 ray.shutdown()

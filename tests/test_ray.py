@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import dspy
@@ -23,6 +24,7 @@ from dspy_combee import CombeeOptimizer, Executor, ExecutorError, ProviderError,
 from dspy_combee.backoff import Backoff
 from dspy_combee.executor_options import make_executor
 from dspy_combee.program_copies import ProgramCopier
+from dspy_combee.ray_executor import _Connection
 from dspy_combee.rollout import MapStage, RolloutJob
 from dspy_combee.scoring import Scorer
 from dspy_combee.travel import Surroundings, dumps, pack, sendable, shards
@@ -676,6 +678,26 @@ print(program.detailed_results.val_aggregate_scores[-1], len(lm.calls) < 10, ray
 with executor:
     print(executor.map(ray_helpers.Traveller(ray_helpers.variable), ["COMBEE_TEST"]))
 """
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_client_server_that_did_not_start_is_asked_for_once_more(monkeypatch, failures):
+    import ray
+
+    asked = []
+
+    def init(**options):
+        asked.append(options)
+        if len(asked) <= failures:
+            raise ConnectionAbortedError("the server did not start")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    connection = _Connection()
+    with nullcontext() if failures == 1 else pytest.raises(ExecutorError, match="did not start"):
+        connection._connect(RayExecutor("ray://127.0.0.1:1"))
+    assert len(asked) == 2
+    assert asked[0] == asked[1]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://127.0.0.1:{}"], ids=["driver", "client"])
