@@ -211,7 +211,7 @@ def merge_rival_updates(
     """
     made = list(reductions)
     asked: dict[int, NodeCall] = {}
-    for place, (task, reduction) in enumerate(zip(tasks, made, strict=False)):
+    for place, (task, reduction) in enumerate(zip(tasks, made, strict=True)):
         if reduction.text is None or not has_rival_updates(reduction.text):
             continue
         proposals = {node.id for node in reduction.nodes if isinstance(node.output, tuple)}

@@ -294,8 +294,6 @@ class PlaybookLearner:
                     sources=tuple(item.source for item in useful),
                 )
             )
-        if not tasks:
-            return []
         calls = CuratorCalls(
             self.options.reflection_lm, self.meter, frozen, self.near_duplicates, self.options.reflection_timeout
         )
