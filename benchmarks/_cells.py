@@ -19,11 +19,11 @@ import dspy
 
 from benchmarks.tasks import Models, Pace, Task, fingerprint, real_models, simulated_models
 from dspy_combee import CombeeOptimizer, PlaybookOptimizer, Rollout, Spent, ThreadExecutor
-from dspy_combee.aggregators import resolve_aggregator
-from dspy_combee.baselines import TopKAggregator
-from dspy_combee.calls import usage_of
-from dspy_combee.lengths import estimate_tokens
-from dspy_combee.rollout import MapStage, ProgramCopier, RolloutJob, Scorer
+from dspy_combee.calls.lm_calls import usage_of
+from dspy_combee.records.lengths import estimate_tokens
+from dspy_combee.reduce.aggregators import resolve_aggregator
+from dspy_combee.reduce.baselines import TopKAggregator
+from dspy_combee.rollouts.map import MapStage, ProgramCopier, RolloutJob, Scorer
 
 Size = int | str
 """n, or `"auto"`."""

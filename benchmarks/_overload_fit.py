@@ -16,7 +16,7 @@ from itertools import accumulate
 from statistics import mean
 
 from benchmarks._overload_task import BASE_ABILITY, LINES, MAX_LESSONS, REFLECTION_TOKENS, Novelty
-from dspy_combee.shuffle import augmented_shuffle, default_num_groups, effective_duplication
+from dspy_combee.reduce.shuffle import augmented_shuffle, default_num_groups, effective_duplication
 from dspy_combee.testing import CapacityLoss, Loss, PowerLoss
 
 FORMULA = {"samples": 500, "large batch": 100, "bullets at batch 1": 264, "bullets at large batch": 21}

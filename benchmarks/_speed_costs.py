@@ -21,14 +21,14 @@ import dspy
 
 from benchmarks._speed_run import quiet
 from dspy_combee import StepRecord, ThreadExecutor, TreeAggregator
-from dspy_combee.adapter import CombeeAdapter
-from dspy_combee.aggregation import NodeCall, ReductionTask
-from dspy_combee.provenance import trace_back
-from dspy_combee.records import ProposalNode, Reduction, ReflectionRecord
-from dspy_combee.scoring import Scorer
-from dspy_combee.step_log import StepLog
+from dspy_combee.records.provenance import trace_back
+from dspy_combee.records.text import as_data
+from dspy_combee.records.types import ProposalNode, Reduction, ReflectionRecord
+from dspy_combee.reduce.tree import NodeCall, ReductionTask
+from dspy_combee.report.step_log import StepLog
+from dspy_combee.rollouts.scoring import Scorer
+from dspy_combee.runs.adapter import CombeeAdapter
 from dspy_combee.testing import Prompt, ScriptedLM
-from dspy_combee.text import as_data
 
 # Processor time of a rollout --------------------------------------------------------------------------------
 

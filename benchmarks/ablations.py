@@ -42,8 +42,8 @@ from benchmarks._options import above_zero, whole
 from benchmarks.run import SIMULATED, spread
 from benchmarks.tasks import LOSSES, SIZES, Pace, Task, load_task
 from dspy_combee import CombeeError, CombeeOptimizer, PlaybookOptimizer
-from dspy_combee.command_line import quiet_logs
-from dspy_combee.lengths import estimate_tokens
+from dspy_combee.cli.command_line import quiet_logs
+from dspy_combee.records.lengths import estimate_tokens
 from dspy_combee.testing import find_lessons
 
 FIXED = (5, 10, 20, 40, 80)

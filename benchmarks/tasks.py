@@ -21,7 +21,7 @@ from typing import Any
 
 import dspy
 
-from dspy_combee.demo import _answer_key
+from dspy_combee.cli.demo import _answer_key
 from dspy_combee.testing import (
     CapacityLoss,
     Loss,

@@ -36,7 +36,7 @@ from benchmarks._cells import judge, run_program, timed, versions
 from benchmarks._options import above_zero
 from benchmarks.tasks import LOSSES, Pace
 from dspy_combee import Playbook, PlaybookOptimizer, Trace, traces_from
-from dspy_combee.command_line import quiet_logs
+from dspy_combee.cli.command_line import quiet_logs
 from dspy_combee.testing import CapacityLoss, PowerLoss, Role, SimulatedLM, Student, count_tokens, read_code
 from dspy_combee.testing.playbook_simulation import playbook_roles
 from dspy_combee.testing.tasks import Task, conventions_task

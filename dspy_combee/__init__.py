@@ -6,11 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dspy_combee.ace.result import PlaybookResult
-    from dspy_combee.aggregation import Aggregator, TreeAggregator
-    from dspy_combee.baselines import FlatAggregator, SummarizeAggregator, TopKAggregator
-    from dspy_combee.batch_size import BatchSizeFit, PowerLawBatchSize
-    from dspy_combee.errors import (
+    from dspy_combee.calls.executors import Executor, ThreadExecutor
+    from dspy_combee.calls.ray_executor import RayExecutor
+    from dspy_combee.controller.batch_size import BatchSizeFit, PowerLawBatchSize
+    from dspy_combee.learners.proposer import CombeeProposer
+    from dspy_combee.optimizer import CombeeOptimizer
+    from dspy_combee.playbook import Bullet, Playbook
+    from dspy_combee.playbook_optimizer import PlaybookOptimizer
+    from dspy_combee.records.errors import (
         CombeeError,
         ExecutorError,
         OutOfBudgetError,
@@ -18,14 +21,11 @@ if TYPE_CHECKING:
         ReflectionError,
         UnknownCostError,
     )
-    from dspy_combee.executors import Executor, ThreadExecutor
-    from dspy_combee.optimizer import CombeeOptimizer
-    from dspy_combee.playbook import Bullet, Playbook
-    from dspy_combee.playbook_optimizer import PlaybookOptimizer
-    from dspy_combee.proposer import CombeeProposer
-    from dspy_combee.ray_executor import RayExecutor
-    from dspy_combee.records import ProposalNode, Reduction, Rollout, Spent, StepRecord, Usage
-    from dspy_combee.result import CombeeResult
+    from dspy_combee.records.types import ProposalNode, Reduction, Rollout, Spent, StepRecord, Usage
+    from dspy_combee.reduce.baselines import FlatAggregator, SummarizeAggregator, TopKAggregator
+    from dspy_combee.reduce.tree import Aggregator, TreeAggregator
+    from dspy_combee.runs.playbook_result import PlaybookResult
+    from dspy_combee.runs.result import CombeeResult
     from dspy_combee.traces import Trace, load_traces, save_traces, traces_from
 
 __version__ = "0.1.0"
@@ -68,36 +68,36 @@ __all__ = [
 
 # Each name is loaded when it is first used, from its module: nobody waits for what they do not use.
 _HOMES = {
-    "Aggregator": "aggregation",
-    "BatchSizeFit": "batch_size",
+    "Aggregator": "reduce.tree",
+    "BatchSizeFit": "controller.batch_size",
     "Bullet": "playbook",
-    "CombeeError": "errors",
+    "CombeeError": "records.errors",
     "CombeeOptimizer": "optimizer",
-    "CombeeProposer": "proposer",
-    "CombeeResult": "result",
-    "Executor": "executors",
-    "ExecutorError": "errors",
-    "FlatAggregator": "baselines",
-    "OutOfBudgetError": "errors",
+    "CombeeProposer": "learners.proposer",
+    "CombeeResult": "runs.result",
+    "Executor": "calls.executors",
+    "ExecutorError": "records.errors",
+    "FlatAggregator": "reduce.baselines",
+    "OutOfBudgetError": "records.errors",
     "Playbook": "playbook",
     "PlaybookOptimizer": "playbook_optimizer",
-    "PlaybookResult": "ace.result",
-    "PowerLawBatchSize": "batch_size",
-    "ProposalNode": "records",
-    "ProviderError": "errors",
-    "RayExecutor": "ray_executor",
-    "Reduction": "records",
-    "ReflectionError": "errors",
-    "Rollout": "records",
-    "Spent": "records",
-    "StepRecord": "records",
-    "SummarizeAggregator": "baselines",
-    "ThreadExecutor": "executors",
-    "TopKAggregator": "baselines",
+    "PlaybookResult": "runs.playbook_result",
+    "PowerLawBatchSize": "controller.batch_size",
+    "ProposalNode": "records.types",
+    "ProviderError": "records.errors",
+    "RayExecutor": "calls.ray_executor",
+    "Reduction": "records.types",
+    "ReflectionError": "records.errors",
+    "Rollout": "records.types",
+    "Spent": "records.types",
+    "StepRecord": "records.types",
+    "SummarizeAggregator": "reduce.baselines",
+    "ThreadExecutor": "calls.executors",
+    "TopKAggregator": "reduce.baselines",
     "Trace": "traces",
-    "TreeAggregator": "aggregation",
-    "UnknownCostError": "errors",
-    "Usage": "records",
+    "TreeAggregator": "reduce.tree",
+    "UnknownCostError": "records.errors",
+    "Usage": "records.types",
     "load_traces": "traces",
     "save_traces": "traces",
     "traces_from": "traces",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from dspy_combee import demo, learn
+from dspy_combee.cli import demo, learn
 from dspy_combee.report import report_main
 
 

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import dspy
 from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS
 
-from dspy_combee.adapter import CombeeAdapter
-from dspy_combee.aggregation import Aggregator
-from dspy_combee.aggregators import resolve_aggregator
-from dspy_combee.batch_size import PowerLawBatchSize
-from dspy_combee.checks import (
+from dspy_combee.calls.executor_options import check_executor
+from dspy_combee.calls.executors import Executor
+from dspy_combee.controller.batch_size import PowerLawBatchSize
+from dspy_combee.controller.sizes import check_minibatch_size
+from dspy_combee.learners.proposer import CombeeProposer
+from dspy_combee.records.checks import (
     check_callbacks,
     check_examples,
     check_finite,
@@ -27,13 +28,12 @@ from dspy_combee.checks import (
     check_priced,
     check_sampling_strategy,
 )
-from dspy_combee.executor_options import check_executor
-from dspy_combee.executors import Executor
-from dspy_combee.proposer import CombeeProposer
-from dspy_combee.records import StepRecord
-from dspy_combee.result import CombeeResult
-from dspy_combee.run import Run
-from dspy_combee.sizes import check_minibatch_size
+from dspy_combee.records.types import StepRecord
+from dspy_combee.reduce.aggregators import resolve_aggregator
+from dspy_combee.reduce.tree import Aggregator
+from dspy_combee.runs.adapter import CombeeAdapter
+from dspy_combee.runs.result import CombeeResult
+from dspy_combee.runs.search import Run
 
 if TYPE_CHECKING:
     from dspy_combee.traces import Trace
@@ -285,11 +285,11 @@ class CombeeOptimizer(dspy.GEPA):
             raise AssertionError("Teacher is not supported in DspyGEPA yet.")
         learned = None
         if traces is None:
-            from dspy_combee.trace_learning.state import refuse_trace_state
+            from dspy_combee.runs.trace_state import refuse_trace_state
 
             refuse_trace_state(self.log_dir)
         else:
-            from dspy_combee.trace_learning.learning import TraceRun
+            from dspy_combee.runs.trace_run import TraceRun
 
             learned = TraceRun(self, student, traces, trainset or (), valset)
             learned.execute()

@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 from dspy.teleprompt.teleprompt import Teleprompter
 
-from dspy_combee.ace.options import PlaybookOptions
-from dspy_combee.ace.run import PlaybookRun
-from dspy_combee.aggregation import Aggregator
-from dspy_combee.batch_size import PowerLawBatchSize
-from dspy_combee.checks import check_examples
-from dspy_combee.executors import Executor
+from dspy_combee.calls.executors import Executor
+from dspy_combee.controller.batch_size import PowerLawBatchSize
+from dspy_combee.learners.options import PlaybookOptions
 from dspy_combee.playbook import Playbook
-from dspy_combee.playbook_records import PlaybookStep
+from dspy_combee.playbook.records import PlaybookStep
+from dspy_combee.records.checks import check_examples
+from dspy_combee.reduce.tree import Aggregator
+from dspy_combee.runs.playbook_run import PlaybookRun
 from dspy_combee.traces import Trace
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from dspy_combee import PowerLawBatchSize, ProposalNode, Reduction, StepRecord, Usage
 from dspy_combee.playbook import Playbook
-from dspy_combee.playbook_records import PlaybookChange, PlaybookStep, Reflection
-from dspy_combee.shuffle import augmented_shuffle
+from dspy_combee.playbook.records import PlaybookChange, PlaybookStep, Reflection
+from dspy_combee.reduce.shuffle import augmented_shuffle
 
 HOSTILE = (
     "<script>window.hacked = 1</script></script><img src=x onerror='window.hacked = 2'> &lt;b&gt; "

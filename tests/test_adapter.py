@@ -13,9 +13,9 @@ from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.teleprompt.gepa import InstructionProposer
 
 from dspy_combee import CombeeOptimizer, ProviderError, ThreadExecutor
-from dspy_combee.adapter import CombeeAdapter
-from dspy_combee.backoff import Backoff
-from dspy_combee.scoring import Scorer
+from dspy_combee.calls.backoff import Backoff
+from dspy_combee.rollouts.scoring import Scorer
+from dspy_combee.runs.adapter import CombeeAdapter
 from dspy_combee.testing import ScriptedLM
 
 # dspy.GEPA's own doings.

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from dspy_combee.batch_size import PowerLawBatchSize, bounded_move, fixed_batch_size, plan_profile
+from dspy_combee.controller.batch_size import PowerLawBatchSize, bounded_move, fixed_batch_size, plan_profile
 
 N = 500
 FOUR, FIVE = (5, 10, 20, 40), (5, 10, 20, 40, 80)
@@ -379,7 +379,7 @@ def test_options_are_validated(options, error, message):
 
 def test_the_fit_needs_no_scipy():
     code = (
-        "import sys; from dspy_combee.batch_size import PowerLawBatchSize as P; before = set(sys.modules);"
+        "import sys; from dspy_combee.controller.batch_size import PowerLawBatchSize as P; before = set(sys.modules);"
         "P().fit([(5, 1.0), (40, 2.0)], 100); assert set(sys.modules) == before; assert 'scipy' not in before"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_combee import CombeeOptimizer, CombeeProposer, PowerLawBatchSize, ThreadExecutor, UnknownCostError, Usage
-from dspy_combee.budget import Budget, CostGuard, Ledger, tasks_per_step
-from dspy_combee.calls import UsageMeter
-from dspy_combee.errors import OutOfBudgetError, ProviderError
-from dspy_combee.records import Rollout
-from dspy_combee.step_log import read_steps
+from dspy_combee.calls.lm_calls import UsageMeter
+from dspy_combee.controller.budget import Budget, CostGuard, Ledger, tasks_per_step
+from dspy_combee.records.errors import OutOfBudgetError, ProviderError
+from dspy_combee.records.types import Rollout
+from dspy_combee.report.step_log import read_steps
 
 from .lessons import (
     Chain,

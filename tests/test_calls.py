@@ -10,7 +10,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dspy_combee import ProviderError
-from dspy_combee.calls import StrictJSONAdapter, UnusableReplyError, call_lm, check_reply, hearing, json_part, usage_of
+from dspy_combee.calls.lm_calls import (
+    StrictJSONAdapter,
+    UnusableReplyError,
+    call_lm,
+    check_reply,
+    hearing,
+    json_part,
+    usage_of,
+)
 from dspy_combee.testing import Reply, ScriptedLM
 
 from .openai_server import OpenAIServer, RecordedRequest

@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_combee.ace.curation import CuratorCalls, read_operations
-from dspy_combee.ace.delta_merge import (
+from dspy_combee.calls.executors import ThreadExecutor
+from dspy_combee.calls.lm_calls import UsageMeter, check_reply
+from dspy_combee.calls.structured import TimedCalls
+from dspy_combee.learners.curation import CuratorCalls, read_operations
+from dspy_combee.learners.delta_merge import (
     DecisionReader,
     EmbedderOrTokens,
     Relation,
@@ -18,14 +21,11 @@ from dspy_combee.ace.delta_merge import (
     settle,
     unite_deltas,
 )
-from dspy_combee.ace.reflection import ReflectionJob, Reflector
-from dspy_combee.ace.structured import TimedCalls
-from dspy_combee.aggregation import NodeCall, ReductionTask
-from dspy_combee.calls import UsageMeter, check_reply
-from dspy_combee.executors import ThreadExecutor
+from dspy_combee.learners.reflection import ReflectionJob, Reflector
 from dspy_combee.playbook import Bullet, Playbook
 from dspy_combee.playbook.deltas import Add, Merge, Remove, Update
 from dspy_combee.playbook.near_duplicates import TokenJaccard
+from dspy_combee.reduce.tree import NodeCall, ReductionTask
 from dspy_combee.testing import Reply, ScriptedLM
 
 from .playbook_lessons import add, field, is_merge, lesson

@@ -16,8 +16,8 @@ import dspy
 import pytest
 from dspy import lm15
 
-from dspy_combee import demo
 from dspy_combee.__main__ import main
+from dspy_combee.cli import demo
 from dspy_combee.testing import SimulatedLM
 
 from .openai_server import Reply

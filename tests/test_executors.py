@@ -14,7 +14,7 @@ import dspy
 import pytest
 
 from dspy_combee import Executor, ProviderError, RayExecutor, ThreadExecutor
-from dspy_combee.backoff import Backoff
+from dspy_combee.calls.backoff import Backoff
 
 WITHOUT_RAY = importlib.util.find_spec("ray") is None
 
@@ -353,7 +353,7 @@ def test_a_transient_error_that_stays_is_raised_and_the_executor_works_on(width)
 
 
 def run_script(script, **options):
-    source = "from dspy_combee.executors import ThreadExecutor\nimport threading, time, sys\n" + script
+    source = "from dspy_combee.calls.executors import ThreadExecutor\nimport threading, time, sys\n" + script
     return subprocess.Popen(
         [sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )

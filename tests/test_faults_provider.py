@@ -12,8 +12,8 @@ import dspy
 import pytest
 
 from dspy_combee import CombeeOptimizer, ProviderError
-from dspy_combee.backoff import Backoff, Throttle
-from dspy_combee.executors import ThreadExecutor
+from dspy_combee.calls.backoff import Backoff, Throttle
+from dspy_combee.calls.executors import ThreadExecutor
 
 from .openai_server import OpenAIServer, Reply
 

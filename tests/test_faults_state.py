@@ -13,10 +13,10 @@ import dspy
 import pytest
 
 from dspy_combee import ProviderError, ReflectionError
-from dspy_combee.backoff import Backoff
-from dspy_combee.executors import ThreadExecutor
-from dspy_combee.secrecy import secrets_of
-from dspy_combee.step_log import read_steps
+from dspy_combee.calls.backoff import Backoff
+from dspy_combee.calls.executors import ThreadExecutor
+from dspy_combee.records.secrecy import secrets_of
+from dspy_combee.report.step_log import read_steps
 
 from .lessons import Chain, examples, instruction, is_reflection, learn, learning_lm, make, metric, rules_in
 from .openai_server import OpenAIServer, Reply

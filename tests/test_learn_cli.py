@@ -40,7 +40,7 @@ def folder(tmp_path):
 def scripted(monkeypatch):
     """The task's own model in the place of the one that is named."""
     lm = playbook_lm()
-    monkeypatch.setattr("dspy_combee.learn._lm", lambda options: lm)
+    monkeypatch.setattr("dspy_combee.cli.learn._lm", lambda options: lm)
     return lm
 
 
@@ -190,7 +190,7 @@ def test_what_was_learned_before_an_error_is_kept(tmp_path, monkeypatch, capsys)
         return "bullet_tags" in prompt.output_fields and count[0] > 4
 
     lm = playbook_lm((breaks, "nothing of use"))
-    monkeypatch.setattr("dspy_combee.learn._lm", lambda options: lm)
+    monkeypatch.setattr("dspy_combee.cli.learn._lm", lambda options: lm)
     save_traces(traces(40), tmp_path / "runs.jsonl")
     arguments = ("--reflection-model", "x/y", "--minibatch-size", 4, "--num-threads", 1)
     assert learn(tmp_path / "runs.jsonl", "--out", tmp_path / "p", *arguments) == 1
@@ -202,12 +202,12 @@ def test_what_was_learned_before_an_error_is_kept(tmp_path, monkeypatch, capsys)
 
 def test_ctrl_c_keeps_what_was_learned(tmp_path, monkeypatch, capsys):
     lm = playbook_lm()
-    monkeypatch.setattr("dspy_combee.learn._lm", lambda options: lm)
+    monkeypatch.setattr("dspy_combee.cli.learn._lm", lambda options: lm)
 
     def interrupted(self, step):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dspy_combee.learn._Progress.__call__", interrupted)
+    monkeypatch.setattr("dspy_combee.cli.learn._Progress.__call__", interrupted)
     save_traces(traces(8), tmp_path / "runs.jsonl")
     assert (
         learn(tmp_path / "runs.jsonl", "--out", tmp_path / "p", "--reflection-model", "x", "--minibatch-size", 4) == 130

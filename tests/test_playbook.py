@@ -7,10 +7,10 @@ from dataclasses import FrozenInstanceError
 import dspy
 import pytest
 
-from dspy_combee.errors import CombeeError
 from dspy_combee.playbook import Bullet, Playbook, PlaybookError, TextLine, attach, detach, playbooks_in
 from dspy_combee.playbook.bullets import SECTIONS, find_section, slug_of
 from dspy_combee.playbook.deltas import Add, Merge, Remove, Update, delta_from
+from dspy_combee.records.errors import CombeeError
 
 FORMULAS = "FORMULAS & CALCULATIONS"
 

@@ -17,11 +17,11 @@ from dspy_combee import (
     StepRecord,
     TreeAggregator,
 )
-from dspy_combee.baselines import TopKAggregator
 from dspy_combee.playbook import attach, playbooks_in
 from dspy_combee.playbook.bullets import SECTIONS
-from dspy_combee.playbook_records import PlaybookStep
-from dspy_combee.provenance import surviving_nodes
+from dspy_combee.playbook.records import PlaybookStep
+from dspy_combee.records.provenance import surviving_nodes
+from dspy_combee.reduce.baselines import TopKAggregator
 from dspy_combee.testing import ScriptedLM
 
 from .clocks import LookClock

@@ -10,8 +10,8 @@ import dspy
 import pytest
 
 from dspy_combee import Playbook, PowerLawBatchSize
-from dspy_combee.ace.state import RunState, RunStateFile
-from dspy_combee.records import Spent, Usage
+from dspy_combee.records.types import Spent, Usage
+from dspy_combee.runs.playbook_state import RunState, RunStateFile
 
 from .clocks import LookClock
 from .lessons import Chain, examples
@@ -24,7 +24,7 @@ SCRIPT = """
 import json, os, signal, sys
 sys.path.insert(0, {root!r})
 import dspy
-from dspy_combee.ace import state
+from dspy_combee.runs import playbook_state as state
 from tests.lessons import Chain, examples
 from tests.playbook_lessons import all_text, is_curator, is_reflector, learn, playbook_lm
 

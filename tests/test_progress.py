@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dspy_combee import progress
-from dspy_combee.progress import ProgressLine
+from dspy_combee.runs import progress
+from dspy_combee.runs.progress import ProgressLine
 
 from . import playbook_lessons
 from .lessons import learn, learning_lm

@@ -8,8 +8,8 @@ import pytest
 from dspy_combee import Playbook, ProposalNode, Reduction
 from dspy_combee.playbook.deltas import Add, Applied, Conflict, Merge, Remove, Update
 from dspy_combee.playbook.pruning import Pruned
-from dspy_combee.playbook_records import PlaybookChange
-from dspy_combee.provenance import surviving_nodes, trace_back
+from dspy_combee.playbook.records import PlaybookChange
+from dspy_combee.records.provenance import surviving_nodes, trace_back
 
 from . import playbook_lessons
 from .lessons import Chain, examples, instruction, is_level_1, learn, learning_lm, numbers_in

@@ -21,13 +21,13 @@ import pytest
 from gepa.strategies.proposal_sampling import PxNSampling
 
 from dspy_combee import CombeeOptimizer, Executor, ExecutorError, ProviderError, RayExecutor, ThreadExecutor
-from dspy_combee.backoff import Backoff
-from dspy_combee.executor_options import make_executor
-from dspy_combee.program_copies import ProgramCopier
-from dspy_combee.ray_executor import _Connection
-from dspy_combee.rollout import MapStage, RolloutJob
-from dspy_combee.scoring import Scorer
-from dspy_combee.travel import Surroundings, dumps, pack, sendable, shards
+from dspy_combee.calls.backoff import Backoff
+from dspy_combee.calls.executor_options import make_executor
+from dspy_combee.calls.ray_executor import _Connection
+from dspy_combee.calls.travel import Surroundings, dumps, pack, sendable, shards
+from dspy_combee.rollouts.map import MapStage, RolloutJob
+from dspy_combee.rollouts.program_copies import ProgramCopier
+from dspy_combee.rollouts.scoring import Scorer
 
 from . import playbook_lessons, ray_helpers
 from .lessons import Chain, examples, learn, learning_lm, make, metric

@@ -13,11 +13,11 @@ from dspy import lm15
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 
 from dspy_combee import ProviderError, ThreadExecutor
-from dspy_combee.backoff import Backoff
-from dspy_combee.records import Rollout, TraceStep
-from dspy_combee.reflective_dataset import RecordMaker, feedback_of
-from dspy_combee.scoring import Scorer
-from dspy_combee.text import as_data
+from dspy_combee.calls.backoff import Backoff
+from dspy_combee.records.text import as_data
+from dspy_combee.records.types import Rollout, TraceStep
+from dspy_combee.rollouts.reflective_dataset import RecordMaker, feedback_of
+from dspy_combee.rollouts.scoring import Scorer
 
 PREDICTOR = dspy.Predict("question -> answer")
 

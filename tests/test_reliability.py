@@ -18,10 +18,10 @@ from gepa.strategies.acceptance import ImprovementOrEqualAcceptance
 from hypothesis import example, given
 
 from dspy_combee import ReflectionError
-from dspy_combee.aggregation import TreeAggregator
-from dspy_combee.calls import StrictJSONAdapter, UnusableReplyError
-from dspy_combee.lengths import estimate_tokens
-from dspy_combee.steps import StepRecorder
+from dspy_combee.calls.lm_calls import StrictJSONAdapter, UnusableReplyError
+from dspy_combee.records.lengths import estimate_tokens
+from dspy_combee.reduce.tree import TreeAggregator
+from dspy_combee.runs.events import StepRecorder
 from dspy_combee.testing import Reply
 
 from .lessons import (
@@ -264,7 +264,7 @@ def test_steps_are_kept_in_memory_only_where_they_are_wanted_and_not_on_disk(
             super().__init__(*given, **options)
             recorders.append(self)
 
-    monkeypatch.setattr("dspy_combee.run.StepRecorder", Seen)
+    monkeypatch.setattr("dspy_combee.runs.search.StepRecorder", Seen)
     log_dir = str(tmp_path) if with_log_dir else None
     program = learn(learning_lm(), log_dir=log_dir, track_stats=track_stats, step_callbacks=[told.append])
     (recorder,) = recorders

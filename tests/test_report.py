@@ -20,7 +20,7 @@ from dspy_combee.__main__ import main
 from dspy_combee.report import html_page, report_main, save_html
 from dspy_combee.report.data import as_text, delay_curve, page_data, phase_rows, score_points, tree_of
 from dspy_combee.report.diff import CONTEXT_LINES, diff_lines
-from dspy_combee.step_log import StepLog, read_steps
+from dspy_combee.report.step_log import StepLog, read_steps
 
 from .lessons import learn, learning_lm
 from .report_samples import EXAMPLES, HOSTILE, playbook_steps, reduction, steps_of

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_combee.shuffle import augmented_shuffle, default_num_groups, effective_duplication, split_evenly
+from dspy_combee.reduce.shuffle import augmented_shuffle, default_num_groups, effective_duplication, split_evenly
 
 
 @st.composite

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from dspy_combee import Playbook, StepRecord
-from dspy_combee.playbook_records import PlaybookStep
+from dspy_combee.playbook.records import PlaybookStep
 from dspy_combee.report import report_main
 from dspy_combee.report.data import page_data
-from dspy_combee.step_log import FILE_NAME, StepLog, read_steps
-from dspy_combee.step_reading import step_from_dict
+from dspy_combee.report.step_log import FILE_NAME, StepLog, read_steps
+from dspy_combee.report.step_reading import step_from_dict
 
 from . import playbook_lessons
 from .lessons import Chain, examples, learn, learning_lm
@@ -64,7 +64,7 @@ def test_hostile_texts_come_back_as_they_were(log):
 def test_a_step_is_on_disk_when_append_returns(tmp_path):
     script = (
         f"import os, signal, sys; sys.path.insert(0, {ROOT!r})\n"
-        "from dspy_combee.step_log import StepLog\n"
+        "from dspy_combee.report.step_log import StepLog\n"
         "from tests.report_samples import steps_of\n"
         "log = StepLog(sys.argv[1])\n"
         "for step in steps_of(3): log.append(step)\n"

@@ -11,7 +11,7 @@ from gepa.strategies.proposal_selection import TopKImprovements
 from gepa.utils import MaxCandidateProposalsStopper
 
 from dspy_combee import Reduction
-from dspy_combee.steps import StepRecorder
+from dspy_combee.runs.events import StepRecorder
 
 from .lessons import (
     Chain,

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_combee.errors import CombeeError
+from dspy_combee.records.errors import CombeeError
 from dspy_combee.traces import (
     Trace,
     TraceCounts,

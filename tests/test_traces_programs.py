@@ -2,7 +2,7 @@ import dspy
 import pytest
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 
-from dspy_combee.records import Rollout, TraceStep
+from dspy_combee.records.types import Rollout, TraceStep
 from dspy_combee.traces import Trace, TraceError, TraceMessage, load_traces, save_traces, to_record, traces_from
 
 

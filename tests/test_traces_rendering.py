@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_combee.aggregation import TreeAggregator
-from dspy_combee.lengths import estimate_tokens
-from dspy_combee.records import ReflectionRecord
+from dspy_combee.records.lengths import estimate_tokens
+from dspy_combee.records.types import ReflectionRecord
+from dspy_combee.reduce.tree import TreeAggregator
 from dspy_combee.traces import Trace, TraceMessage, render_trace, to_record
 from dspy_combee.traces.rendering import MIN_RECORD_TOKENS, allot, cut
 from dspy_combee.traces.types import KINDS

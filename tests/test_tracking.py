@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from dspy_combee import PowerLawBatchSize
-from dspy_combee.tracking import PREFIX, STEP, StepTracking, has_wandb_run, step_metrics
+from dspy_combee.runs.tracking import PREFIX, STEP, StepTracking, has_wandb_run, step_metrics
 
 from .clocks import LookClock
 from .lessons import learn, learning_lm

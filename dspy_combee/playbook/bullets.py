@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dspy_combee.errors import CombeeError
+from dspy_combee.records.errors import CombeeError
 
 # A section's slug opens the ids of the bullets that are added to it: `calc-00003`.
 SECTIONS = {

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, is_dataclass
 from itertools import groupby
 from typing import Any
 
-from dspy_combee.provenance import surviving_nodes
-from dspy_combee.records import ProposalNode, Reduction, StepRecord, Usage
+from dspy_combee.records.provenance import surviving_nodes
+from dspy_combee.records.types import ProposalNode, Reduction, StepRecord, Usage
 from dspy_combee.report.diff import diff_lines
 from dspy_combee.report.playbook import playbook_history
 

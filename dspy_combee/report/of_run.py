@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dspy_combee.batch_size import BatchSizeFit
-from dspy_combee.records import StepRecord
+from dspy_combee.controller.batch_size import BatchSizeFit
+from dspy_combee.records.types import StepRecord
 from dspy_combee.report import page, plots
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from dspy_combee.records import StepRecord
+from dspy_combee.records.types import StepRecord
 from dspy_combee.report.data import page_data
-from dspy_combee.step_log import FILE_NAME, read_steps
+from dspy_combee.report.step_log import FILE_NAME, read_steps
 
 DEFAULT_NAME = "report.html"
 

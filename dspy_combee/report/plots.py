@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dspy_combee.records import Reduction, StepRecord
+from dspy_combee.records.types import Reduction, StepRecord
 from dspy_combee.report.data import delay_curve, score_points, tree_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import overload
 
-from dspy_combee.redaction import redact, redact_data
+from dspy_combee.records.redaction import redact, redact_data
 from dspy_combee.traces.files import Found, TraceFile, file_at, read, read_at, walk
 from dspy_combee.traces.formats import READERS, to_json_line
 from dspy_combee.traces.types import Trace, TraceError

@@ -11,7 +11,7 @@ from dspy.adapters.types import History
 from dspy.adapters.types.base_type import Type
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 
-from dspy_combee.text import as_data
+from dspy_combee.records.text import as_data
 from dspy_combee.traces.types import Trace, TraceError, TraceMessage, as_score
 
 

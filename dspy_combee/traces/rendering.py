@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from dspy_combee.lengths import estimate_tokens
-from dspy_combee.records import ReflectionRecord
+from dspy_combee.records.lengths import estimate_tokens
+from dspy_combee.records.types import ReflectionRecord
 from dspy_combee.traces.programs import plain_text
 from dspy_combee.traces.types import Trace, TraceMessage
 

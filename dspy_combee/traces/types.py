@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dspy_combee.errors import CombeeError
-from dspy_combee.secrecy import hide_secrets
-from dspy_combee.text import repair
+from dspy_combee.records.errors import CombeeError
+from dspy_combee.records.secrecy import hide_secrets
+from dspy_combee.records.text import repair
 
 KINDS = ("system", "user", "agent", "reasoning", "input", "call", "output")
 

@@ -1,1 +1,0 @@
-"""The ACE loop over playbooks, part by part; its front door is `PlaybookOptimizer`."""

@@ -1,0 +1,1 @@
+"""From evidence to a better state: instructions and playbooks."""

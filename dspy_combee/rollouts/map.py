@@ -1,0 +1,368 @@
+"""Map: run a program on examples, one `Rollout` each (paper, section 3, appendix C).
+
+Every rollout runs on its own copy of the program, in a copy of the caller's context, with a trace of its own, so
+nothing is patched and nothing mixes. A failure is data: the rollout says why and gets the failure score. Only what
+says nothing about the program (the provider refuses, the network is gone) stops the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import dspy
+from dspy.adapters.types import History
+from dspy.adapters.types.base_type import Type
+from dspy.teleprompt.bootstrap_trace import FailedPrediction
+from dspy.utils.exceptions import AdapterParseError
+
+from dspy_combee.calls.executors import Executor, ThreadExecutor
+from dspy_combee.calls.lm_calls import UsageMeter, hearing, usage_of
+from dspy_combee.calls.travel import dumps, loads, pack, sendable
+from dspy_combee.records.errors import ProviderError
+from dspy_combee.records.secrecy import keeping_secret, secrets_of, shorten
+from dspy_combee.records.text import text_of
+from dspy_combee.records.types import Rollout, TraceStep
+from dspy_combee.rollouts.program_copies import ProgramCopier
+from dspy_combee.rollouts.scoring import Scorer, causes_of, raise_if_provider
+
+logger = logging.getLogger("dspy_combee")
+
+_STAGE_PREFIX = "dspy_combee:"
+_UNCHANGING = (str, bytes, int, float, type(None), Type)
+_MAX_TRACE_SIZE = 10_000
+
+
+@dataclass(frozen=True)
+class RolloutJob:
+    """One run to make.
+
+    Attributes:
+        program: The built candidate, shared by its jobs; each run copies it.
+        example: The example.
+        index: Position of the example in its batch.
+    """
+
+    program: Any
+    example: Any
+    index: int
+
+
+@dataclass
+class _Run:
+    """A job, what the jobs of its program share (a copy whose predictors carry their names, and these), and its own.
+
+    Attributes:
+        trace: DSPy's trace of the run.
+        heard: DSPy's history of the run's language-model calls.
+        thread: The thread that runs it.
+        given_up: Whether it has taken too long.
+    """
+
+    job: RolloutJob
+    template: Any
+    predictors: Mapping[str, Any]
+    trace: list[Any] = field(default_factory=list)
+    heard: list[Mapping[str, Any]] = field(default_factory=list)
+    thread: int = 0
+    given_up: bool = False
+
+
+@dataclass(frozen=True)
+class MapStage:
+    """Runs rollouts.
+
+    Attributes:
+        copier: Copies the programs.
+        scorer: Scores the predictions.
+        executor: Runs the jobs, all candidates in one flat map.
+        timeout: Seconds that one rollout may take; None for no limit.
+        cut_short: What rollouts had used that a provider's error cut short (and that were then made again).
+    """
+
+    copier: ProgramCopier
+    scorer: Scorer
+    executor: Executor
+    timeout: float | None = None
+    cut_short: UsageMeter = field(default_factory=UsageMeter)
+
+    def run(self, jobs: Sequence[RolloutJob]) -> list[Rollout]:
+        """Run every job.
+
+        Returns:
+            The rollouts, in the order of the jobs.
+
+        Raises:
+            ProviderError: If a language model's provider refuses a call for good or cannot be reached.
+        """
+        function, runs = self._prepare(jobs)
+        return self.executor.map(function, runs, timeout=self.timeout, on_timeout=function.timed_out)
+
+    def check(self, program: Any, examples: Sequence[Any]) -> None:
+        """Find out now, before anything is spent, whether something cannot go where the executor runs it.
+
+        Raises:
+            TypeError: If something cannot; it is named.
+        """
+        check: Callable[[Any, Sequence[Any]], None] | None = getattr(self.executor, "check", None)
+        if check is not None:
+            check(*self._prepare([RolloutJob(program, example, index) for index, example in enumerate(examples)]))
+
+    def _prepare(self, jobs: Sequence[RolloutJob]) -> tuple[_RunFunction, list[_Run]]:
+        programs = {id(job.program): job.program for job in jobs}
+        templates = {key: self._template(program) for key, program in programs.items()}
+        runs = [_Run(job, *templates[id(job.program)]) for job in jobs]
+        return _RunFunction(self, list(templates.values())), runs
+
+    def _template(self, program: Any) -> tuple[Any, dict[str, Any]]:
+        template = self.copier.copy(program)
+        predictors = dict(template.named_predictors())
+        for name, predictor in predictors.items():
+            predictor.stage = _STAGE_PREFIX + name
+        return template, predictors
+
+    def run_one(self, run: _Run) -> Rollout:
+        """Make one run."""
+        started = time.perf_counter()
+        run.trace.clear()  # Another attempt, which the provider cut short, may have left something.
+        run.heard.clear()
+        run.thread = threading.get_ident()
+        try:
+            with hearing(run.heard):  # The metric may ask a language model too.
+                rollout = self._scored(run)
+        except ProviderError:
+            self.cut_short.add(usage_of(run.heard))
+            raise
+        return replace(rollout, seconds=time.perf_counter() - started, usage=usage_of(run.heard))
+
+    def _scored(self, run: _Run) -> Rollout:
+        inputs = {name: _own(value) for name, value in run.job.example.inputs().items()}
+        program = self.copier.copy(run.template)
+        failed_step: TraceStep | None = None
+        prediction, error = None, None
+        with dspy.context(trace=run.trace, max_trace_size=_MAX_TRACE_SIZE):
+            try:
+                prediction = _call(program, inputs)
+            except (Exception, asyncio.CancelledError) as failure:  # A tool's, which is no end of the run.
+                raise_if_provider(failure)
+                failed_step = _failed_step(failure, run.predictors)
+                error = f"{type(failure).__name__}: {shorten(failure, 1000)}"
+        if error is None and prediction is None:
+            error = "the program returned nothing"
+        if error is not None:
+            self.scorer.warn_once("rollout", f"A rollout failed: {shorten(error, 300)}")
+        rollout = self.rollout(run, prediction, error, failed_step)
+        if error is not None or run.given_up:
+            return rollout
+        return self.scorer.score(rollout)
+
+    def rollout(self, run: _Run, prediction: Any, error: str | None, failed_step: TraceStep | None = None) -> Rollout:
+        """What a run has come to, not scored."""
+        steps = [_step(*entry, originals=run.predictors) for entry in list(run.trace)]
+        run.trace.clear()  # It holds on to the copy that ran.
+        return Rollout(
+            index=run.job.index,
+            example=run.job.example,
+            prediction=prediction if error is None else None,
+            trace=tuple(steps if failed_step is None else [*steps, failed_step]),
+            score=self.scorer.failure_score,
+            result=None,
+            error=error,
+        )
+
+    def timed_out(self, run: _Run) -> Rollout:
+        """The rollout of a run that takes too long."""
+        run.given_up = True
+        usage = usage_of(list(run.heard))
+        error = f"the rollout took longer than {self.timeout:g} seconds"
+        rollout = self.rollout(run, None, error, _unended_step(run))
+        return replace(rollout, seconds=self.timeout or 0.0, usage=usage)
+
+
+class _RunFunction:
+    """The runs of some programs as a function, which can travel to other processes (`Travelling`).
+
+    Args:
+        stage: Makes the runs.
+        templates: For each program the copy that its runs share, and that copy's predictors by name.
+    """
+
+    def __init__(self, stage: MapStage, templates: list[tuple[Any, dict[str, Any]]]) -> None:
+        self.stage = stage
+        self.templates = templates
+        self._secrets: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What was used here is counted here, and the executor stays.
+        stage = replace(self.stage, executor=ThreadExecutor(1), cut_short=UsageMeter())
+        return {**self.__dict__, "stage": stage}
+
+    def __call__(self, run: _Run) -> Rollout:
+        """Make one run."""
+        if not self._secrets:
+            return self.stage.run_one(run)
+        with keeping_secret(self._secrets):
+            return self.stage.run_one(run)
+
+    def timed_out(self, run: _Run) -> Rollout:
+        """The rollout of a run that takes too long."""
+        return self.stage.timed_out(run)
+
+    def parts(self) -> dict[str, Any]:
+        """See `Travelling.parts`."""
+        template, _ = self.templates[0]
+        return {"the program": template, "the metric": self.stage.scorer.metric}
+
+    def send(self, items: Sequence[_Run]) -> bytes:
+        """See `Travelling.send`: which program, which example."""
+        numbers = {id(template): number for number, (template, _) in enumerate(self.templates)}
+        jobs = [(numbers[id(run.template)], run.job.example, run.job.index) for run in items]
+        return pack(jobs, partial(_examples_by_name, items))
+
+    def receive(self, sent: bytes) -> list[_Run]:
+        """See `Travelling.receive`."""
+        # A run's secrets do not travel: they are found again, in the language models that did.
+        lms = [predictor.lm for _, predictors in self.templates for predictor in predictors.values()]
+        self._secrets = secrets_of(lm for lm in [dspy.settings.lm, *lms] if lm is not None)
+        return [
+            _Run(RolloutJob(None, example, index), *self.templates[number]) for number, example, index in loads(sent)
+        ]
+
+    def send_back(self, results: Sequence[Rollout]) -> bytes:
+        """See `Travelling.send_back`: without what the sender has: examples, and the program's own predictors."""
+        own = {id(predictor) for _, predictors in self.templates for predictor in predictors.values()}
+        bare = [_bare(rollout, own) for rollout in results]
+        cut_short, warnings = self.stage.cut_short.take(), self.stage.scorer.take_warnings()
+        try:
+            return dumps((bare, cut_short, warnings), reply=True)
+        except Exception as error:
+            text = f"What a rollout gave cannot be pickled ({shorten(str(error))})"
+            warnings.append(("unsendable", text, "Its score stands; feedback and callers get text in its place."))
+            return dumps(([_sendable(rollout) for rollout in bare], cut_short, warnings), reply=True)
+
+    def take_back(self, items: Sequence[_Run], sent: bytes) -> list[Rollout]:
+        """See `Travelling.take_back`."""
+        rollouts, cut_short, warnings = loads(sent)
+        self.stage.cut_short.add(cut_short)
+        for warning in warnings:
+            self.stage.scorer.warn_once(*warning)
+        return [_dressed(rollout, run) for rollout, run in zip(rollouts, items, strict=True)]
+
+    def lost(self, item: _Run, reason: str) -> Rollout:
+        """See `Travelling.lost`."""
+        return self.stage.rollout(item, None, reason)
+
+
+def _examples_by_name(runs: Sequence[_Run]) -> dict[str, Any]:
+    return {f"the example {shorten(text_of(run.job.example, repr)[:1000], 100)}": run.job.example for run in runs}
+
+
+def _bare(rollout: Rollout, own: Collection[int]) -> Rollout:
+    steps = (replace(step, predictor=None) if id(step.predictor) in own else step for step in rollout.trace)
+    return replace(rollout, example=None, trace=tuple(steps))
+
+
+def _dressed(rollout: Rollout, run: _Run) -> Rollout:
+    steps = (
+        replace(step, predictor=run.predictors[step.name]) if step.predictor is None and step.name else step
+        for step in rollout.trace
+    )
+    return replace(rollout, example=run.job.example, trace=tuple(steps))
+
+
+def _sendable(rollout: Rollout) -> Rollout:
+    steps = tuple(
+        TraceStep(step.name, sendable(step.predictor), sendable(step.inputs), sendable(step.outputs))
+        for step in rollout.trace
+    )
+    return replace(rollout, prediction=sendable(rollout.prediction), result=sendable(rollout.result), trace=steps)
+
+
+def _call(program: Any, inputs: dict[str, Any]) -> Any:
+    if hasattr(type(program), "forward"):
+        return program(**inputs)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(program.acall(**inputs))
+    # A loop runs in this thread already (a notebook, say): the program needs a thread for its own.
+    future: Future[Any] = Future()
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(_run_async, program, inputs, future), daemon=True)
+    thread.start()
+    return future.result()
+
+
+def _run_async(program: Any, inputs: dict[str, Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(asyncio.run(program.acall(**inputs)))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _own(value: Any) -> Any:
+    """An input of the run's own, so that no run changes an example in place; images and their like stay."""
+    if isinstance(value, History):
+        return value.model_copy(update={"messages": _own(value.messages)})
+    if isinstance(value, _UNCHANGING):
+        return value
+    if type(value) is list:
+        return [_own(item) for item in value]
+    if type(value) is dict:
+        return {key: _own(item) for key, item in value.items()}
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
+
+
+def _step(predictor: Any, inputs: Mapping[str, Any], outputs: Any, *, originals: Mapping[str, Any]) -> TraceStep:
+    stage = str(getattr(predictor, "stage", ""))
+    name = stage.removeprefix(_STAGE_PREFIX) if stage.startswith(_STAGE_PREFIX) else None
+    # The candidate's own predictor stands for the copy that ran, so that the copy can be freed.
+    return TraceStep(name, originals.get(name, predictor) if name else predictor, inputs, outputs)
+
+
+def _failed_step(error: BaseException, originals: Mapping[str, Any]) -> TraceStep | None:
+    """The predictor call that an error came from, found in its traceback; None when it came from elsewhere."""
+    for cause in causes_of(error):
+        call = None
+        traceback = cause.__traceback__
+        while traceback is not None:
+            call = _predictor_call(traceback.tb_frame) or call
+            traceback = traceback.tb_next
+        if call is not None:
+            raw = cause.lm_response if isinstance(cause, AdapterParseError) else None
+            failed = None if raw is None else FailedPrediction(completion_text=str(raw))
+            return _step(*call, failed, originals=originals)
+    return None
+
+
+def _unended_step(run: _Run) -> TraceStep | None:
+    """The predictor call that a run hangs in, found in its thread; None when it hangs elsewhere."""
+    frame = sys._current_frames().get(run.thread)
+    while frame is not None:
+        call = _predictor_call(frame)
+        if call is not None:
+            return _step(*call, None, originals=run.predictors)
+        frame = frame.f_back
+    return None
+
+
+def _predictor_call(frame: FrameType) -> tuple[Any, dict[str, Any]] | None:
+    """The predictor that runs in a frame, and its inputs."""
+    owner = frame.f_locals.get("self")
+    if isinstance(owner, dspy.Predict) and "kwargs" in frame.f_locals:
+        return owner, dict(frame.f_locals["kwargs"])
+    return None
