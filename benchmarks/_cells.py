@@ -21,7 +21,7 @@ from benchmarks.tasks import Models, Pace, Task, fingerprint, real_models, simul
 from dspy_combee import CombeeOptimizer, PlaybookOptimizer, Rollout, Spent, ThreadExecutor
 from dspy_combee.calls.lm_calls import usage_of
 from dspy_combee.records.lengths import estimate_tokens
-from dspy_combee.reduce.aggregators import resolve_aggregator
+from dspy_combee.reduce import resolve_aggregator
 from dspy_combee.reduce.baselines import TopKAggregator
 from dspy_combee.rollouts.map import MapStage, ProgramCopier, RolloutJob, Scorer
 

@@ -26,7 +26,7 @@ from dspy_combee.records.text import as_data
 from dspy_combee.records.types import ProposalNode, Reduction, ReflectionRecord
 from dspy_combee.reduce.tree import NodeCall, ReductionTask
 from dspy_combee.report.step_log import StepLog
-from dspy_combee.rollouts.scoring import Scorer
+from dspy_combee.rollouts.feedback import Scorer
 from dspy_combee.runs.adapter import CombeeAdapter
 from dspy_combee.testing import Prompt, ScriptedLM
 

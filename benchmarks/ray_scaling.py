@@ -38,9 +38,8 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 import dspy
 
 from dspy_combee import Executor, RayExecutor, ThreadExecutor
-from dspy_combee.rollouts.map import MapStage, RolloutJob
-from dspy_combee.rollouts.program_copies import ProgramCopier
-from dspy_combee.rollouts.scoring import Scorer
+from dspy_combee.rollouts.feedback import Scorer
+from dspy_combee.rollouts.map import MapStage, ProgramCopier, RolloutJob
 from dspy_combee.testing import ScriptedLM
 
 TARGET_MS = 2.0

@@ -15,8 +15,7 @@ from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS
 
 from dspy_combee.calls.executor_options import check_executor
 from dspy_combee.calls.executors import Executor
-from dspy_combee.controller.batch_size import PowerLawBatchSize
-from dspy_combee.controller.sizes import check_minibatch_size
+from dspy_combee.controller.batch_size import PowerLawBatchSize, check_minibatch_size
 from dspy_combee.learners.proposer import CombeeProposer
 from dspy_combee.records.checks import (
     check_callbacks,
@@ -29,7 +28,7 @@ from dspy_combee.records.checks import (
     check_sampling_strategy,
 )
 from dspy_combee.records.types import StepRecord
-from dspy_combee.reduce.aggregators import resolve_aggregator
+from dspy_combee.reduce import resolve_aggregator
 from dspy_combee.reduce.tree import Aggregator
 from dspy_combee.runs.adapter import CombeeAdapter
 from dspy_combee.runs.result import CombeeResult

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dspy_combee import Aggregator, ProposalNode, ThreadExecutor, TreeAggregator
 from dspy_combee.records.lengths import estimate_tokens
-from dspy_combee.reduce.aggregators import AGGREGATORS, resolve_aggregator
+from dspy_combee.reduce import AGGREGATORS, resolve_aggregator
 from dspy_combee.reduce.tree import NodeCall, ReductionTask
 
 WAIT = 30

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dspy_combee import CombeeProposer, Playbook, ProposalNode, ReflectionError, ThreadExecutor
-from dspy_combee.reduce.aggregators import resolve_aggregator
+from dspy_combee.reduce import resolve_aggregator
 from dspy_combee.reduce.baselines import FlatAggregator, SummarizeAggregator, TopKAggregator, nearest_to_centres
 from dspy_combee.reduce.tree import ReductionTask
 from dspy_combee.testing import ScriptedLM

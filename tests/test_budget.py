@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from dspy_combee import CombeeOptimizer, CombeeProposer, PowerLawBatchSize, ThreadExecutor, UnknownCostError, Usage
 from dspy_combee.calls.lm_calls import UsageMeter
-from dspy_combee.controller.budget import Budget, CostGuard, Ledger, tasks_per_step
+from dspy_combee.controller.budget import CostGuard, Ledger
+from dspy_combee.controller.sampling import Budget, tasks_per_step
 from dspy_combee.records.errors import OutOfBudgetError, ProviderError
 from dspy_combee.records.types import Rollout
 from dspy_combee.report.step_log import read_steps

@@ -25,9 +25,8 @@ from dspy_combee.calls.backoff import Backoff
 from dspy_combee.calls.executor_options import make_executor
 from dspy_combee.calls.ray_executor import _Connection
 from dspy_combee.calls.travel import Surroundings, dumps, pack, sendable, shards
-from dspy_combee.rollouts.map import MapStage, RolloutJob
-from dspy_combee.rollouts.program_copies import ProgramCopier
-from dspy_combee.rollouts.scoring import Scorer
+from dspy_combee.rollouts.feedback import Scorer
+from dspy_combee.rollouts.map import MapStage, ProgramCopier, RolloutJob
 
 from . import playbook_lessons, ray_helpers
 from .lessons import Chain, examples, learn, learning_lm, make, metric

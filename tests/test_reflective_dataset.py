@@ -16,8 +16,7 @@ from dspy_combee import ProviderError, ThreadExecutor
 from dspy_combee.calls.backoff import Backoff
 from dspy_combee.records.text import as_data
 from dspy_combee.records.types import Rollout, TraceStep
-from dspy_combee.rollouts.reflective_dataset import RecordMaker, feedback_of
-from dspy_combee.rollouts.scoring import Scorer
+from dspy_combee.rollouts.feedback import RecordMaker, Scorer, feedback_of
 
 PREDICTOR = dspy.Predict("question -> answer")
 

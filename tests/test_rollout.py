@@ -19,9 +19,8 @@ from dspy.teleprompt.bootstrap_trace import FailedPrediction
 
 from dspy_combee import ProviderError, ThreadExecutor
 from dspy_combee.calls.backoff import Backoff
-from dspy_combee.rollouts.map import MapStage, RolloutJob
-from dspy_combee.rollouts.program_copies import ProgramCopier
-from dspy_combee.rollouts.scoring import Scorer
+from dspy_combee.rollouts.feedback import Scorer
+from dspy_combee.rollouts.map import MapStage, ProgramCopier, RolloutJob
 from dspy_combee.testing import ScriptedLM
 
 QUICK = Backoff(incidents=2, attempts=2, first_delay=0.001)

@@ -16,9 +16,15 @@ from gepa.strategies.proposal_sampling import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_combee.controller.budget import Budget, tasks_per_step
-from dspy_combee.controller.sampling import BudgetedSampling, EpochSampler, StepSeededSelector, resolve_selector
-from dspy_combee.controller.sizes import FixedSize, ReplayedSizes, StepTiming
+from dspy_combee.controller.batch_size import FixedSize, ReplayedSizes, StepTiming
+from dspy_combee.controller.sampling import (
+    Budget,
+    BudgetedSampling,
+    EpochSampler,
+    StepSeededSelector,
+    resolve_selector,
+    tasks_per_step,
+)
 
 
 def loader(num_examples):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_combee import PowerLawBatchSize
-from dspy_combee.controller.sizes import (
+from dspy_combee.controller.batch_size import (
     ControlledSize,
     FixedSize,
     ReplayedSizes,

@@ -9,7 +9,7 @@ from benchmarks._speed_costs import growth, tree_cost
 from benchmarks._speed_lm import Latency, LoggedCall
 from benchmarks._speed_run import list_schedule, longest_first, seconds_apart, timed_run, waves
 from benchmarks.speed import Verdicts
-from dspy_combee.rollouts.program_copies import ProgramCopier
+from dspy_combee.rollouts.map import ProgramCopier
 from dspy_combee.testing.tasks import conventions_task
 
 

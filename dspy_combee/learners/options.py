@@ -10,14 +10,13 @@ from typing import Any
 
 from dspy_combee.calls.executor_options import check_executor, make_executor
 from dspy_combee.calls.executors import Executor
-from dspy_combee.controller.batch_size import PowerLawBatchSize
-from dspy_combee.controller.sizes import check_minibatch_size
+from dspy_combee.controller.batch_size import PowerLawBatchSize, check_minibatch_size
 from dspy_combee.learners.delta_merge import EmbedderOrTokens
 from dspy_combee.playbook import Playbook
 from dspy_combee.playbook.near_duplicates import NearDuplicates, TokenJaccard
 from dspy_combee.playbook.records import PlaybookStep
 from dspy_combee.records.checks import check_callbacks, check_finite, check_int, check_lm, check_positive, check_priced
-from dspy_combee.reduce.aggregators import resolve_aggregator
+from dspy_combee.reduce import resolve_aggregator
 from dspy_combee.reduce.tree import Aggregator
 
 REFLECT_ON = ("all", "failures")

@@ -24,11 +24,10 @@ from dspy_combee.playbook.records import PlaybookChange, Reflection
 from dspy_combee.records.errors import OutOfBudgetError
 from dspy_combee.records.text import as_text
 from dspy_combee.records.types import Reduction, Rollout, Usage
-from dspy_combee.reduce.aggregators import resolve_aggregator
+from dspy_combee.reduce import resolve_aggregator
 from dspy_combee.reduce.tree import ReductionTask, reduce_tasks
+from dspy_combee.rollouts.feedback import RecordMaker, Scorer, feedback_of
 from dspy_combee.rollouts.map import MapStage, RolloutJob
-from dspy_combee.rollouts.reflective_dataset import RecordMaker, feedback_of
-from dspy_combee.rollouts.scoring import Scorer
 
 logger = logging.getLogger("dspy_combee")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dspy_combee.playbook import Playbook, attach, detach
-from dspy_combee.rollouts.program_copies import ProgramCopier
+from dspy_combee.rollouts.map import ProgramCopier
 
 SHARED = "shared"
 """The component's name where all predictors share one playbook."""

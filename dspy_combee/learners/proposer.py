@@ -24,7 +24,7 @@ from dspy_combee.records.errors import ProviderError, UnknownCostError
 from dspy_combee.records.secrecy import hide_own_secrets
 from dspy_combee.records.text import as_data, as_text, text_of
 from dspy_combee.records.types import Reduction
-from dspy_combee.reduce.aggregators import resolve_aggregator
+from dspy_combee.reduce import resolve_aggregator
 from dspy_combee.reduce.tree import Aggregator, ReductionTask, reduce_tasks
 
 logger = logging.getLogger("dspy_combee")

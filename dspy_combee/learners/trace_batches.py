@@ -18,10 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dspy_combee.controller.batch_size import PowerLawBatchSize
-from dspy_combee.controller.budget import Budget
-from dspy_combee.controller.sampling import EpochSampler, Place, Positions
-from dspy_combee.controller.sizes import FixedSize, MinibatchSizer, SizeDecision, resolve_sizer
+from dspy_combee.controller.batch_size import FixedSize, MinibatchSizer, PowerLawBatchSize, SizeDecision, resolve_sizer
+from dspy_combee.controller.sampling import Budget, EpochSampler, Place, Positions
 from dspy_combee.records.checks import digest_of
 from dspy_combee.records.types import ReflectionRecord
 from dspy_combee.reduce.shuffle import default_num_groups, effective_duplication

@@ -21,7 +21,7 @@ from typing import Any
 import dspy
 
 from dspy_combee.calls.lm_calls import UsageMeter
-from dspy_combee.controller.sizes import MinibatchSizer
+from dspy_combee.controller.batch_size import MinibatchSizer
 from dspy_combee.learners.options import PlaybookOptions
 from dspy_combee.learners.program import SHARED, PlaybookProgram, Playbooks
 from dspy_combee.learners.reflection import ReflectionJob, ReflectOnRollout, Reflector

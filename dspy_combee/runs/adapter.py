@@ -23,10 +23,8 @@ from dspy_combee.records.errors import CombeeError
 from dspy_combee.records.secrecy import hide_own_secrets, holds_own_secret, shorten
 from dspy_combee.records.text import text_of
 from dspy_combee.records.types import Rollout, Usage
-from dspy_combee.rollouts.map import MapStage, RolloutJob
-from dspy_combee.rollouts.program_copies import ProgramCopier
-from dspy_combee.rollouts.reflective_dataset import RecordMaker, ReflectiveDataset, feedback_of
-from dspy_combee.rollouts.scoring import Scorer, program_trace
+from dspy_combee.rollouts.feedback import RecordMaker, ReflectiveDataset, Scorer, feedback_of, program_trace
+from dspy_combee.rollouts.map import MapStage, ProgramCopier, RolloutJob
 
 logger = logging.getLogger("dspy_combee")
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dspy_combee.controller.batch_size import StepTiming
 from dspy_combee.controller.budget import Ledger
 from dspy_combee.controller.sampling import EpochSampler
-from dspy_combee.controller.sizes import StepTiming
 from dspy_combee.records.secrecy import shorten, traceback_of
 from dspy_combee.records.types import Reduction, Rollout, StepRecord, Usage
 from dspy_combee.report.step_log import StepLog

@@ -24,8 +24,8 @@ from dspy_combee.controller.budget import CostGuard
 from dspy_combee.learners.proposer import CombeeProposer
 from dspy_combee.records.secrecy import secrets_of, shorten
 from dspy_combee.reduce.tree import TimeLimited
-from dspy_combee.rollouts.program_copies import lms_in
-from dspy_combee.rollouts.scoring import Scorer
+from dspy_combee.rollouts.feedback import Scorer
+from dspy_combee.rollouts.map import lms_in
 from dspy_combee.runs.adapter import CombeeAdapter, RolloutObserver
 
 GEPA_STATE = "gepa_state.bin"

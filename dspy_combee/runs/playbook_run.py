@@ -11,10 +11,9 @@ from typing import Any
 import dspy
 
 from dspy_combee.calls.executors import in_use
-from dspy_combee.controller.batch_size import PowerLawBatchSize
-from dspy_combee.controller.budget import Budget, Ledger
-from dspy_combee.controller.sampling import EpochSampler, Place, Positions
-from dspy_combee.controller.sizes import FixedSize, ReplayedSizes, StepTiming, resolve_sizer
+from dspy_combee.controller.batch_size import FixedSize, PowerLawBatchSize, ReplayedSizes, StepTiming, resolve_sizer
+from dspy_combee.controller.budget import Ledger
+from dspy_combee.controller.sampling import Budget, EpochSampler, Place, Positions
 from dspy_combee.learners.options import PlaybookOptions
 from dspy_combee.learners.playbook import PlaybookLearner, StepOutcome, last_step_of
 from dspy_combee.learners.program import PlaybookProgram, Playbooks

@@ -15,7 +15,7 @@ from dspy_combee.learners.proposer import CombeeProposer, Job, to_proposal
 from dspy_combee.records.errors import CombeeError, OutOfBudgetError, ReflectionError
 from dspy_combee.records.secrecy import shorten
 from dspy_combee.records.types import Reduction
-from dspy_combee.rollouts.scoring import raise_if_provider
+from dspy_combee.rollouts.feedback import raise_if_provider
 from dspy_combee.runs.adapter import CombeeAdapter
 from dspy_combee.runs.events import StepRecorder
 

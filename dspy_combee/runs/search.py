@@ -12,10 +12,8 @@ import gepa
 from gepa.core.data_loader import ensure_loader
 from gepa.strategies.eval_policy import EvaluationPolicy, FullEvaluationPolicy
 
-from dspy_combee.controller.batch_size import PowerLawBatchSize
-from dspy_combee.controller.budget import Budget, tasks_per_step
-from dspy_combee.controller.sampling import BudgetedSampling, EpochSampler, resolve_selector
-from dspy_combee.controller.sizes import resolve_sizer
+from dspy_combee.controller.batch_size import PowerLawBatchSize, resolve_sizer
+from dspy_combee.controller.sampling import Budget, BudgetedSampling, EpochSampler, resolve_selector, tasks_per_step
 from dspy_combee.records.secrecy import hide_secrets, keeping_secret
 from dspy_combee.records.types import Rollout, Spent, StepRecord, Usage
 from dspy_combee.reduce.shuffle import default_num_groups

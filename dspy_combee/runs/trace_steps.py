@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dspy_combee.controller.sizes import SizeDecision
+from dspy_combee.controller.batch_size import SizeDecision
 from dspy_combee.learners.trace_batches import TraceBatch
 from dspy_combee.records.types import ProposalNode, Reduction, StepRecord, Usage
 
