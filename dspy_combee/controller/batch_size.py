@@ -1,4 +1,4 @@
-"""The batch-size controller of section 3.3 of the Combee paper, as pure functions of what was measured.
+"""The batch-size controller of section 3.3 of the Combee paper, and the other ways to size a step's minibatches.
 
 Let d(n) be the seconds that a step takes with n examples, and N the size of the trainset, so that an epoch
 takes ``T(n) = d(n) * N / n``. The controller times a few sizes, fits ``T(n) = A * n**-alpha`` (least squares
@@ -29,6 +29,8 @@ from numbers import Integral, Real
 from typing import Any, Protocol
 
 from dspy_combee.records.checks import check_int
+
+logger = logging.getLogger("dspy_combee")
 
 MIN_SPAN = 4  # the largest size over the smallest: below it the slope says more about noise than about n
 MIN_SAVING = 0.2  # the share of T(n_1) that the fit must save at its choice
@@ -67,38 +69,29 @@ class BatchSizeFit:
 
 @dataclass(frozen=True)
 class ProfilePlan:
-    """Which sizes to time, or the size to use where that is not worth it.
-
-    Attributes:
-        sizes: The sizes to measure, in examples, in this order (smallest first); empty with a `fixed_size`.
-        fixed_size: The size to use unprofiled, in examples; `None` if `sizes` is not empty.
-        num_rollouts: Minibatch rollouts that profiling takes, the cold step's included.
-        reason: Why, in one sentence for people.
-    """
+    """List the sizes to time, or give the size to use where timing is not worth it."""
 
     sizes: tuple[int, ...]
+    """The sizes to measure, in examples, in this order (smallest first); empty with a `fixed_size`."""
     fixed_size: int | None
+    """The size to use unprofiled, in examples; `None` if `sizes` is not empty."""
     num_rollouts: int
+    """Minibatch rollouts that profiling takes, including the cold step."""
     reason: str
+    """Why, in one sentence for people."""
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The size of each profiling step; the first is the cold one, of the smallest size, not measured."""
+        """Return the size of each profiling step; the first one is cold, of the smallest size and not measured."""
         return self.sizes[:1] + self.sizes
 
 
 @dataclass(frozen=True)
 class PowerLawBatchSize:
-    """Picks the minibatch size beyond which larger ones stop paying (paper, section 3.3).
+    """Pick the minibatch size beyond which larger ones stop paying (paper, section 3.3).
 
     ``plateau = n_1 * (1 / threshold) ** (1 / (1 + alpha))``, n_1 being the smallest profiled size and alpha
     the fitted exponent; the module docstring derives it from our reading of the paper's threshold.
-
-    Args:
-        candidates: The sizes to profile, in examples; kept sorted, without repeats.
-        threshold: The share of the slope at n_1 below which one more example is not worth it, in (0, 1].
-        max_minibatch_size: The largest size to use, in examples.
-        clock: Returns seconds. For whoever times the steps: nothing here calls it.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -106,23 +99,63 @@ class PowerLawBatchSize:
     """
 
     candidates: Sequence[int] = (5, 10, 20, 40, 80)
+    """The sizes to profile, in examples; kept sorted, without repeats."""
     threshold: float = 0.016
+    """The share of the slope at n_1 below which one more example is not worth it, in (0, 1]."""
     max_minibatch_size: int = 100
+    """The largest size to use, in examples."""
     clock: Callable[[], float] = time.monotonic
+    """Returns seconds. The run times its steps by it; nothing here calls it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "candidates", _sizes(self.candidates))
+        if not isinstance(self.candidates, Iterable):
+            raise TypeError(f"candidates must be a sequence of ints, got {self.candidates!r}")
+        sizes = tuple(sorted({check_int("each of candidates", n) for n in self.candidates}))
+        if not sizes:
+            raise ValueError("candidates must hold at least one size, got none")
+        object.__setattr__(self, "candidates", sizes)
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, Real):
             raise TypeError(f"threshold must be a number, got {self.threshold!r}")
         if not 0 < self.threshold <= 1:
             raise ValueError(f"threshold must be over 0 and at most 1, got {self.threshold!r}")
-        _at_least("max_minibatch_size", self.max_minibatch_size, 1)
+        check_int("max_minibatch_size", self.max_minibatch_size)
         if not callable(self.clock):
             raise TypeError(f"clock must be a callable that returns seconds, got {self.clock!r}")
 
     def plan(self, num_examples: int, budget_rollouts: int) -> ProfilePlan:
-        """Return `plan_profile` for these candidates and this `max_minibatch_size`."""
-        return plan_profile(self.candidates, num_examples, budget_rollouts, self.max_minibatch_size)
+        """Choose the sizes to profile, at the price of at most a quarter of the budget.
+
+        A step of size n takes 2n minibatch rollouts (the parent's and the proposal's). The first step is cold: an
+        ordinary step of the smallest size, paid for but not measured. So n_1 .. n_k take
+        ``2 * (n_1 + n_1 + n_2 + ... + n_k)``. Sizes are clamped to N and `max_minibatch_size`; the smallest and the
+        largest affordable one stay, and the middle of the list goes until the rest is affordable. If what is
+        affordable spans less than a factor of 4, n is half of the trainset, at most 40, what the budget allows and
+        `max_minibatch_size`, and at least 1.
+
+        Args:
+            num_examples: N, the size of the trainset.
+            budget_rollouts: The budget, in rollouts.
+
+        Raises:
+            TypeError: A number is no int.
+            ValueError: N is below 1 or the budget is negative.
+        """
+        cap = min(check_int("num_examples", num_examples), int(self.max_minibatch_size))
+        budget = check_int("budget_rollouts", budget_rollouts, 0)
+        wanted = sorted({min(n, cap) for n in self.candidates})
+        first = wanted[0]
+        sizes = [n for n in wanted if PROFILE_SHARE * _profile_cost([first, n]) <= budget]
+        if sizes and sizes[-1] >= MIN_SPAN * first:
+            while PROFILE_SHARE * (cost := _profile_cost(sizes)) > budget:
+                del sizes[len(sizes) // 2]
+            left_out = f" (not {sorted({*wanted} - {*sizes})})" if sizes != wanted else ""
+            why = f"profiling n = {sizes}{left_out} after one cold step takes {cost} of {budget} rollouts"
+            return ProfilePlan(tuple(sizes), None, cost, why)
+        why = f"a quarter of {budget} rollouts does not pay for sizes that span a factor of {MIN_SPAN}"
+        if wanted[-1] < MIN_SPAN * first:
+            why = f"sizes {first} to {wanted[-1]} span less than a factor of {MIN_SPAN}"
+        size = max(1, min(_unmeasured_size(num_examples), cap, budget // 2))
+        return ProfilePlan((), size, 0, f"n = {size}, not profiled: {why}")
 
     def fit(self, measurements: Iterable[tuple[int, float]], num_examples: int) -> BatchSizeFit:
         """Fit the power law and choose a minibatch size; the order of the measurements does not matter.
@@ -130,8 +163,8 @@ class PowerLawBatchSize:
         The choice is the rounded plateau, at least n_1 and at most `max_minibatch_size` and N, which win over
         n_1. If the sizes span less than a factor of 4, alpha is not positive, or the fit saves under 20% of
         T(n_1) at that choice, it is the measured size with the smallest T within these two (the smaller one of
-        a tie). If nothing was measured, it is `fixed_batch_size`. What the budget still allows clamps the size
-        of a step, not the fit (`sizes`).
+        a tie). If nothing was measured, it is half of the trainset, at most 40. What the budget still allows
+        clamps the size of a step, not the fit.
 
         A size whose median is 0 seconds has no logarithm (the clock is too coarse for it): it is left out and
         the reason says so. If that leaves none, the smallest measured size is taken.
@@ -144,7 +177,7 @@ class PowerLawBatchSize:
             TypeError: A measurement (named in the message) is no pair of an int and a number.
             ValueError: One has NaN, infinite or negative seconds, or a size below 1.
         """
-        caps = {"the trainset": _at_least("num_examples", num_examples, 1)}
+        caps = {"the trainset": check_int("num_examples", num_examples)}
         caps["max_minibatch_size"] = int(self.max_minibatch_size)
         medians = _medians(measurements)
         used = {n: seconds for n, seconds in medians.items() if seconds > 0}
@@ -152,7 +185,7 @@ class PowerLawBatchSize:
             fit = self._fit_curve(used, num_examples, caps)
             zeros = [n for n in medians if n not in used]
             return replace(fit, reason=f"{fit.reason} (0 seconds, left out: {zeros})") if zeros else fit
-        size, why = fixed_batch_size(num_examples), "nothing was measured"
+        size, why = _unmeasured_size(num_examples), "nothing was measured"
         if medians:
             size, why = min(medians), "every measured size took 0 seconds"
         choice = min(size, *caps.values())
@@ -191,59 +224,12 @@ class PowerLawBatchSize:
         )
 
 
-def plan_profile(
-    candidates: Iterable[int], num_examples: int, budget_rollouts: int, max_minibatch_size: int | None = None
-) -> ProfilePlan:
-    """Choose the sizes to profile, at the price of at most a quarter of the budget.
-
-    A step of size n takes 2n minibatch rollouts (the parent's and the proposal's). The first step is cold: an
-    ordinary step of the smallest size, paid for but not measured. So n_1 .. n_k take
-    ``2 * (n_1 + n_1 + n_2 + ... + n_k)``. Sizes are clamped to N; the smallest and the largest affordable one
-    stay, and the middle of the list goes until the rest is affordable. If what is affordable spans less than
-    a factor of 4, n is `fixed_batch_size`, at most what the budget allows and at least 1.
-
-    Args:
-        candidates: The sizes to profile, in examples.
-        num_examples: N, the size of the trainset.
-        budget_rollouts: The budget, in rollouts.
-        max_minibatch_size: The largest size to use, in examples; `None` for any.
-
-    Raises:
-        TypeError, ValueError: `candidates` is empty, a size is no int or below 1, or the budget negative.
-    """
-    cap = _at_least("num_examples", num_examples, 1)
-    budget = _at_least("budget_rollouts", budget_rollouts, 0)
-    if max_minibatch_size is not None:
-        cap = min(cap, _at_least("max_minibatch_size", max_minibatch_size, 1))
-    wanted = sorted({min(n, cap) for n in _sizes(candidates)})
-    first = wanted[0]
-    sizes = [n for n in wanted if PROFILE_SHARE * _profile_cost([first, n]) <= budget]
-    if sizes and sizes[-1] >= MIN_SPAN * first:
-        while PROFILE_SHARE * (cost := _profile_cost(sizes)) > budget:
-            del sizes[len(sizes) // 2]
-        left_out = f" (not {sorted({*wanted} - {*sizes})})" if sizes != wanted else ""
-        why = f"profiling n = {sizes}{left_out} after one cold step takes {cost} of {budget} rollouts"
-        return ProfilePlan(tuple(sizes), None, cost, why)
-    why = f"a quarter of {budget} rollouts does not pay for sizes that span a factor of {MIN_SPAN}"
-    if wanted[-1] < MIN_SPAN * first:
-        why = f"sizes {first} to {wanted[-1]} span less than a factor of {MIN_SPAN}"
-    size = max(1, min(fixed_batch_size(num_examples), cap, budget // 2))
-    return ProfilePlan((), size, 0, f"n = {size}, not profiled: {why}")
+def _profile_cost(sizes: list[int]) -> int:
+    return 2 * (sizes[0] + sum(sizes))  # the smallest size twice: its cold step
 
 
-def fixed_batch_size(num_examples: int) -> int:
-    """Return the size to use where nothing is profiled: half of the trainset, from 1 to 40 examples."""
-    return max(1, min(40, _at_least("num_examples", num_examples, 1) // 2))
-
-
-def bounded_move(current: int, target: int) -> int:
-    """Return `target`, but from half to twice `current`.
-
-    Raises:
-        TypeError, ValueError: A size is no int, or below 1.
-    """
-    current, target = _at_least("current", current, 1), _at_least("target", target, 1)
-    return min(max(target, (current + 1) // 2), 2 * current)
+def _unmeasured_size(num_examples: int) -> int:
+    return max(1, min(40, num_examples // 2))
 
 
 def _medians(measurements: Iterable[tuple[int, float]]) -> dict[int, float]:
@@ -258,7 +244,7 @@ def _medians(measurements: Iterable[tuple[int, float]]) -> dict[int, float]:
             raise TypeError(f"{name}: seconds must be a number")
         if not (math.isfinite(seconds) and seconds >= 0):
             raise ValueError(f"{name}: seconds must be finite and not negative")
-        by_size.setdefault(_at_least(f"{name}: the size", n, 1), []).append(float(seconds))
+        by_size.setdefault(check_int(f"{name}: the size", n), []).append(float(seconds))
     return {n: statistics.median(by_size[n]) for n in sorted(by_size)}
 
 
@@ -272,101 +258,77 @@ def _fastest_measured(used: dict[int, float], log_epochs: dict[int, float], cap:
     return BatchSizeFit(None, None, None, choice, reason, tuple(used.items()), seconds, first_seconds)
 
 
-def _profile_cost(sizes: list[int]) -> int:
-    return 2 * (sizes[0] + sum(sizes))  # the smallest size twice: its cold step
-
-
 def _exp(x: float) -> float:
     return math.exp(min(x, 700.0))  # huge times saturate: no overflow, no infinity in JSON
 
 
-def _sizes(candidates: Iterable[int]) -> tuple[int, ...]:
-    if not isinstance(candidates, Iterable):
-        raise TypeError(f"candidates must be a sequence of ints, got {candidates!r}")
-    sizes = tuple(sorted({_at_least("each of candidates", n, 1) for n in candidates}))
-    if not sizes:
-        raise ValueError("candidates must hold at least one size, got none")
-    return sizes
-
-
-def _at_least(name: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return int(value)
-
-
-logger = logging.getLogger("dspy_combee")
+# The size of each step ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SizeDecision:
-    """The size of a step's minibatches.
-
-    Attributes:
-        n: Examples.
-        reason: Why, in one sentence.
-        profiling: Whether the step is there to be timed.
-        fit: The controller's fit, where one decided.
-        clamped: Whether the trainset or the budget allowed less than was wanted.
-    """
+    """Give the size of a step's minibatches, and why."""
 
     n: int
+    """Examples."""
     reason: str
+    """Why, in one sentence."""
     profiling: bool = False
+    """Whether the step is there to be timed."""
     fit: BatchSizeFit | None = None
+    """The controller's fit, where one decided."""
     clamped: bool = False
+    """Whether the trainset or the budget allowed less than was wanted."""
+
+    def within(self, limit: int) -> SizeDecision:
+        """Return the decision, clamped to at most `limit` examples."""
+        if self.n <= limit:
+            return self
+        reason = f"n = {limit}, all that the trainset and the budget allow instead of {self.n}"
+        return replace(self, n=limit, reason=reason, clamped=True)
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """What a step shows of its size.
-
-    Attributes:
-        n: Examples of each of its minibatches.
-        num_tasks: Its proposals, each from a minibatch of its own.
-        seconds: d(n), without the full-validation pass.
-        flaw: Why the time is no measurement (skipped, failed, cached, cut short); empty when it is one.
-    """
+    """Report how long a step took, to the sizer that decided its size."""
 
     n: int
+    """Examples of each of its minibatches."""
     num_tasks: int
+    """Its proposals, each from a minibatch of its own."""
     seconds: float
-    flaw: str = ""
+    """d(n), without the full-validation pass."""
+    invalid_reason: str = ""
+    """Why the time is no measurement (skipped, failed, cached, cut short); empty when it is one."""
 
 
 class MinibatchSizer(Protocol):
-    """Decides the size of each step's minibatches, and is told how long the step took.
-
-    Attributes:
-        expected: The sizes of the first steps, as far as they are known before the run; the last one stands for
-            the steps beyond.
-        outlook: The same for people.
-    """
+    """Decide the size of each step's minibatches, and learn how long the step took."""
 
     expected: tuple[int, ...]
-    outlook: str
+    """The sizes of the first steps, as far as known before the run; the last one holds for the steps beyond."""
+    description: str
+    """The same for people."""
 
     def next_size(self, limit: int) -> SizeDecision:
-        """The size of the next step, at most `limit`, what the budget still allows."""
+        """Decide the size of the next step, at most `limit`, which is what the budget still allows."""
         ...
 
     def observe(self, timing: StepTiming) -> None:
-        """The step that was decided last has ended."""
+        """Take note of the end of the step decided last."""
         ...
 
     def get_state(self) -> Any:
-        """What a resumed run needs."""
+        """Return what a resumed run needs."""
         ...
 
     def set_state(self, state: Any) -> None:
-        """Go on from the state of another run."""
+        """Continue from the state of an earlier run."""
         ...
 
 
 class FixedSize:
-    """The same n for every step.
+    """Give every step the same n.
 
     Args:
         n: Examples, at least 1.
@@ -375,77 +337,74 @@ class FixedSize:
     def __init__(self, n: int) -> None:
         self.n = n
         self.expected: tuple[int, ...] = (n,)
-        self.outlook = f"n = {n}"
+        self.description = f"n = {n}"
 
     def next_size(self, limit: int) -> SizeDecision:
-        """See `MinibatchSizer.next_size`."""
-        return _clamped(SizeDecision(self.n, f"n = {self.n}, as given"), limit)
+        """Return n, clamped to `limit`."""
+        return SizeDecision(self.n, f"n = {self.n}, as given").within(limit)
 
     def observe(self, timing: StepTiming) -> None:
-        """Nothing is learned from a step."""
+        """Ignore the timing."""
 
     def get_state(self) -> None:
-        """There is no state."""
+        """Return nothing: there is no state."""
 
     def set_state(self, state: None) -> None:
-        """There is no state."""
+        """Ignore the state."""
 
 
 class ReplayedSizes:
-    """The sizes of another run, step by step; the last one holds for the steps beyond the list.
+    """Replay the sizes of another run, step by step; the last one holds for the steps beyond the list.
 
     Args:
-        sizes: Examples of each step, such as `detailed_results.batch_sizes`.
+        sizes: Examples of each proposal, such as `detailed_results.batch_sizes`.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = list(sizes)
         self.expected = tuple(sizes)
-        self.outlook = f"n from a list of {len(self.sizes)} sizes ({min(sizes)} to {max(sizes)})"
-        self._steps = 0
+        self.description = f"n from a list of {len(sizes)} sizes ({min(sizes)} to {max(sizes)})"
+        self._proposals = 0
 
     def next_size(self, limit: int) -> SizeDecision:
-        """See `MinibatchSizer.next_size`."""
-        index = min(self._steps, len(self.sizes) - 1)
-        n = self.sizes[index]
-        return _clamped(SizeDecision(n, f"n = {n}, size {index + 1} of the {len(self.sizes)} given"), limit)
+        """Return the next size of the list, clamped to `limit`."""
+        count = len(self.expected)
+        index = min(self._proposals, count - 1)
+        n = self.expected[index]
+        return SizeDecision(n, f"n = {n}, size {index + 1} of the {count} given").within(limit)
 
     def observe(self, timing: StepTiming) -> None:
-        """The next step gets the next size."""
-        self._steps += timing.num_tasks
+        """Advance by the step's proposals, each of which has an entry in the list."""
+        self._proposals += timing.num_tasks
 
     def get_state(self) -> int:
-        """The proposals made so far."""
-        return self._steps
+        """Return the number of proposals so far."""
+        return self._proposals
 
     def set_state(self, state: int) -> None:
-        """Go on after that many proposals."""
-        self._steps = state
+        """Continue after that many proposals."""
+        self._proposals = state
 
 
 @dataclass
 class _Profile:
-    """What the controller knows.
-
-    Attributes:
-        todo: The sizes of the profiling steps to come.
-        cold: Whether no step has been of use yet: the first one that is, is not measured.
-        num_tasks: The most proposals that a step has made.
-        rollouts: What profiling has taken.
-        current: n of the last step; 0 before the first.
-        measurements: (n, seconds for each proposal of a step).
-    """
+    """Hold what the controller knows: the state of a `ControlledSize`."""
 
     todo: list[int]
+    """The sizes of the profiling steps to come."""
     num_tasks: int
+    """The most proposals that a step has made."""
     cold: bool = True
+    """Whether no step has been of use yet: the first one that is, is not measured."""
     rollouts: int = 0
+    """Rollouts spent on profiling."""
     current: int = 0
+    """n of the last step; 0 before the first."""
     measurements: list[tuple[int, float]] = field(default_factory=list)
+    """(n, seconds for each proposal of a step)."""
 
 
 class ControlledSize:
-    """The dynamic batch-size controller in a run (paper, section 3.3).
+    """Choose n by timing steps: the dynamic batch-size controller in a run (paper, section 3.3).
 
     The first steps time the planned sizes, within a quarter of the budget: the first one is cold and is not
     measured, the others are measured in turn. They are ordinary steps, whose proposals count. Then every step
@@ -465,29 +424,29 @@ class ControlledSize:
         self.num_examples = num_examples
         self.budget_rollouts = budget_rollouts
         self.plan = policy.plan(num_examples, budget_rollouts // num_tasks)
-        self._profile = _Profile(list(self.plan.steps), num_tasks)
-        self._decision: SizeDecision | None = None
         self.expected = self.plan.steps or (self.plan.fixed_size or 1,)
-        self.outlook = self.plan.reason
+        self.description = self.plan.reason
         if self.plan.sizes:
             largest = min(policy.max_minibatch_size, num_examples)
-            self.outlook += f", then n is chosen, from {self.plan.sizes[0]} to {largest}"
+            self.description += f", then n is chosen, from {self.plan.sizes[0]} to {largest}"
+        self._profile = _Profile(list(self.plan.steps), num_tasks)
+        self._decision: SizeDecision | None = None
 
     def next_size(self, limit: int) -> SizeDecision:
-        """See `MinibatchSizer.next_size`."""
-        self._decision = self._planned(limit) or self._chosen(limit)
+        """Return the next size to profile, or else the size that the fit chooses, clamped to `limit`."""
+        self._decision = self._next_to_profile(limit) or self._chosen().within(limit)
         return self._decision
 
     def observe(self, timing: StepTiming) -> None:
-        """See `MinibatchSizer.observe`."""
+        """Add a measurement, unless the step is none or was the first one of use."""
         profile = self._profile
         profiling = self._decision is not None and self._decision.profiling
         profile.current = timing.n
         profile.num_tasks = max(profile.num_tasks, timing.num_tasks)
         if profiling:
             profile.rollouts += 2 * timing.n * timing.num_tasks
-        if timing.flaw:
-            logger.info("A step with n = %d is no measurement: %s.", timing.n, timing.flaw)
+        if timing.invalid_reason:
+            logger.info("A step with n = %d is no measurement: %s.", timing.n, timing.invalid_reason)
             return
         if profiling:
             profile.todo.pop(0)
@@ -495,8 +454,8 @@ class ControlledSize:
             profile.measurements.append((timing.n, timing.seconds / timing.num_tasks))
         profile.cold = False
 
-    def _planned(self, limit: int) -> SizeDecision | None:
-        """The next size to profile; None once the plan is done, or can no longer be paid for."""
+    def _next_to_profile(self, limit: int) -> SizeDecision | None:
+        """Return None once the plan is done, or can no longer be paid for."""
         profile = self._profile
         left = self.budget_rollouts // PROFILE_SHARE - profile.rollouts
         todo = _affordable(profile.todo, self.expected[0], left // (2 * profile.num_tasks), limit)
@@ -509,26 +468,26 @@ class ControlledSize:
         what = "cold, not measured" if profile.cold else f"measurement {done + 1} of {done + len(todo)}"
         return SizeDecision(todo[0], f"n = {todo[0]}, profiling ({what})", profiling=True)
 
-    def _chosen(self, limit: int) -> SizeDecision:
+    def _chosen(self) -> SizeDecision:
         if self.plan.fixed_size is not None:
-            return _clamped(SizeDecision(self.plan.fixed_size, self.plan.reason), limit)
+            return SizeDecision(self.plan.fixed_size, self.plan.reason)
         fit = self.policy.fit(self._profile.measurements, self.num_examples)
         current = self._profile.current or fit.choice
-        n = bounded_move(current, fit.choice)
+        n = min(max(fit.choice, (current + 1) // 2), 2 * current)
         reason = fit.reason if n == fit.choice else f"n = {n}, at most a factor of 2 from {current}; {fit.reason}"
-        return _clamped(SizeDecision(n, reason, fit=fit), limit)
+        return SizeDecision(n, reason, fit=fit)
 
     def get_state(self) -> dict[str, Any]:
-        """Progress and measurements."""
+        """Return progress and measurements."""
         return asdict(self._profile)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from the progress and measurements of another run: nothing is profiled twice."""
+        """Continue from the progress and measurements of an earlier run: nothing is profiled twice."""
         self._profile = _Profile(**{**state, "todo": list(state["todo"]), "measurements": list(state["measurements"])})
 
 
 def _affordable(todo: list[int], smallest: int, examples: int, limit: int) -> list[int]:
-    """The sizes to come that `examples` pay for: the smallest and the largest such stay, the middle goes first."""
+    """Return the sizes that `examples` still pay for: the smallest and the largest such stay, the middle goes first."""
     first = [n for n in todo if n == smallest]
     others = [n for n in todo if n > smallest and n <= limit and sum(first) + n <= examples]
     while others and sum(first) + sum(others) > examples:
@@ -536,15 +495,8 @@ def _affordable(todo: list[int], smallest: int, examples: int, limit: int) -> li
     return first + others if others and smallest <= limit else []
 
 
-def _clamped(decision: SizeDecision, limit: int) -> SizeDecision:
-    if decision.n <= limit:
-        return decision
-    reason = f"n = {limit}, all that the trainset and the budget allow instead of {decision.n}"
-    return replace(decision, n=limit, reason=reason, clamped=True)
-
-
 def resolve_sizer(size: Any, num_examples: int, budget_rollouts: int, num_tasks: int) -> MinibatchSizer:
-    """The sizer for a `reflection_minibatch_size`.
+    """Return the sizer for a `reflection_minibatch_size`.
 
     Args:
         size: An int, a list of ints, `"auto"` or a `PowerLawBatchSize`.

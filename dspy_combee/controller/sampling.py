@@ -1,6 +1,7 @@
-"""What each step draws: its minibatch and its parent candidate.
+"""The budget of a run, and what each step draws within it: its minibatch and its parent candidate.
 
-Both depend on the seed and on the place in the run alone, so that a resumed run draws what the unbroken one drew.
+What is drawn depends on the seed and on the position in the run alone, so that a resumed run draws what an unbroken
+one would have drawn.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,62 +33,57 @@ MERGE_SUBSAMPLE = 5
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a run.
-
-    Attributes:
-        num_examples: N, the size of the trainset.
-        num_validation: |val|, which every accepted proposal costs (at most, where a policy evaluates fewer).
-        max_metric_calls: Scoring calls; None where the budget is in epochs.
-        num_epochs: Passes over the trainset; None where the budget is in metric calls.
-        tasks_per_step: Proposals that a step makes, as far as that is known.
-        num_seed_validation: What the seed's validation costs; None for |val|.
-    """
+    """Limit a run, in metric calls or in epochs."""
 
     num_examples: int
+    """N, the size of the trainset."""
     num_validation: int
+    """|val|, which every accepted proposal costs (at most, where a policy evaluates fewer)."""
     max_metric_calls: int | None = None
+    """Scoring calls; None where the budget is in epochs."""
     num_epochs: float | None = None
+    """Passes over the trainset; None where the budget is in metric calls."""
     tasks_per_step: int = 1
+    """Proposals that a step makes, as far as that is known."""
     num_seed_validation: int | None = None
+    """What the seed's validation costs; None for |val|."""
 
     @property
     def seed_cost(self) -> int:
-        """Metric calls of the seed's validation."""
+        """Return the metric calls of the seed's validation."""
         return self.num_validation if self.num_seed_validation is None else self.num_seed_validation
 
     @property
-    def is_exact(self) -> bool:
-        """Whether one whole step fits in what the seed's validation leaves, so that nothing is ever overspent."""
-        if self.max_metric_calls is None:
-            return True
-        return self.max_metric_calls - self.seed_cost >= self.smallest_step
-
-    @property
     def smallest_step(self) -> int:
-        """Metric calls of one proposal from one example, accepted."""
+        """Return the metric calls of one proposal from one example, accepted."""
         return 2 + self.num_validation
 
     @property
+    def is_exact(self) -> bool:
+        """Return whether a whole step fits in what the seed's validation leaves, so that nothing is ever overspent."""
+        return self.max_metric_calls is None or self.max_metric_calls - self.seed_cost >= self.smallest_step
+
+    @property
     def num_draws(self) -> float:
-        """Examples that the run may draw for minibatches: the epochs' worth, or no limit."""
+        """Return how many examples the run may draw for minibatches: the epochs' worth, or infinitely many."""
         # Rounded first: 0.1 * 30 is a little over 3.
         return math.inf if self.num_epochs is None else math.ceil(round(self.num_epochs * self.num_examples, 9))
 
     @property
     def minibatch_rollouts(self) -> int:
-        """The budget counted in minibatch rollouts (2n for a proposal), before any step."""
+        """Return the budget in minibatch rollouts (2n for a proposal), before any step."""
         if self.max_metric_calls is None:
             return int(2 * self.num_draws)
         return max(0, self.max_metric_calls - self.seed_cost)
 
     def left(self, metric_calls: int) -> float:
-        """Metric calls that a step may still take after `metric_calls`; no limit where the budget is not exact."""
+        """Return what a step may still take after `metric_calls`; infinitely many where the budget is not exact."""
         if self.max_metric_calls is None or not self.is_exact:
             return math.inf
         return self.max_metric_calls - metric_calls
 
     def largest_minibatch(self, metric_calls: int, drawn: int) -> int:
-        """The largest n that the next step can pay for, each of its proposals accepted; at least 1.
+        """Return the largest n that the next step can pay for, each of its proposals accepted; at least 1.
 
         Args:
             metric_calls: Scoring calls so far.
@@ -104,7 +100,7 @@ class Budget:
         return max(1, int(limit))
 
     def steps_of(self, sizes: Sequence[int], all_accepted: bool) -> int:
-        """How many steps the budget covers, if all of their proposals are accepted or none is.
+        """Return how many steps the budget covers, if all of their proposals are accepted or none is.
 
         Args:
             sizes: n of the first steps; the last one is that of the steps beyond, too.
@@ -124,7 +120,7 @@ class Budget:
         return steps
 
     def is_spent(self, metric_calls: int, drawn: int, merge_may_be_due: bool) -> bool:
-        """Whether no further step fits."""
+        """Return whether no further step fits."""
         if drawn >= self.num_draws:
             return True
         needed = self.smallest_step
@@ -134,38 +130,14 @@ class Budget:
 
 
 def tasks_per_step(strategy: Any) -> int:
-    """Proposals that one of gepa's sampling strategies makes in a step; 1 where it does not say."""
+    """Return how many proposals one of gepa's sampling strategies makes in a step; 1 where it does not say."""
     parents, mutations = getattr(strategy, "p", 1), getattr(strategy, "n", 1)
     known = isinstance(parents, int) and isinstance(mutations, int)
     return max(1, parents * mutations) if known else 1
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a run without GEPA is, as its sampler asks for it.
-
-    Attributes:
-        i: The step.
-        total_num_evals: Metric calls, which do not limit it.
-    """
-
-    i: int
-    total_num_evals: int = 0
-
-
-@dataclass(frozen=True)
-class Positions:
-    """The ids of so many examples or traces: their positions."""
-
-    number: int
-
-    def all_ids(self) -> range:
-        """The ids."""
-        return range(self.number)
-
-
 class EpochSampler(BatchSampler[Any, Any]):
-    """Draws minibatches of distinct examples, epoch after epoch, without padding.
+    """Draw minibatches of distinct examples, epoch after epoch, without padding.
 
     Every example comes once an epoch. A minibatch may straddle two epochs; what it took from the end of one it
     does not take again from the start of the next. Each call gives the next minibatch, also within a step.
@@ -174,37 +146,43 @@ class EpochSampler(BatchSampler[Any, Any]):
         sizer: Decides n for each step.
         budget: What a step may still spend.
         seed: Seed of the order of each epoch.
-
-    Attributes:
-        decision: The size of the step under way; None before the first.
-        drawn: Examples drawn so far.
     """
 
-    def __init__(self, sizer: MinibatchSizer, budget: Budget, seed: int | None = 0) -> None:
+    def __init__(self, sizer: MinibatchSizer, budget: Budget, seed: int | str | None = 0) -> None:
         self.sizer = sizer
         self.budget = budget
         self.seed = seed
         self.decision: SizeDecision | None = None
+        """The size of the step under way; None before the first."""
         self.drawn = 0
-        self._iteration: int | None = None
+        """Examples drawn so far."""
+        self._step: int | None = None
         self._epoch = 0
         self._queue: list[Any] = []
 
     def next_minibatch_ids(self, loader: Any, state: Any) -> list[Any]:
-        """The ids of the next minibatch; none where the step has used up what `num_epochs` allows.
+        """Draw as gepa's engine asks for it; see `draw`."""
+        return self.draw(loader.all_ids(), state.i, state.total_num_evals)
+
+    def draw(self, ids: Iterable[Any], step: int, metric_calls: int = 0) -> list[Any]:
+        """Draw the next minibatch; it is empty where the step has used up what `num_epochs` allows.
+
+        Args:
+            ids: The ids of all examples.
+            step: The step's number; n is decided once a step.
+            metric_calls: Scoring calls so far.
 
         Raises:
             ValueError: If the trainset is empty.
         """
-        ids = list(loader.all_ids())
+        ids = list(ids)
         if not ids:
             raise ValueError("Cannot draw a minibatch from an empty trainset.")
         decision = self.decision
-        if decision is None or state.i != self._iteration:
-            self._iteration = state.i
-            limit = min(len(ids), self.budget.largest_minibatch(state.total_num_evals, self.drawn))
-            decision = self._decide(limit)
-        batch = self._draw(ids, int(min(decision.n, self.budget.num_draws - self.drawn)))
+        if decision is None or step != self._step:
+            self._step = step
+            decision = self._decide(min(len(ids), self.budget.largest_minibatch(metric_calls, self.drawn)))
+        batch = self._take(ids, int(min(decision.n, self.budget.num_draws - self.drawn)))
         self.drawn += len(batch)
         return batch
 
@@ -214,7 +192,7 @@ class EpochSampler(BatchSampler[Any, Any]):
             logger.info("Minibatch size: %s.", self.decision.reason)
         return self.decision
 
-    def _draw(self, ids: list[Any], n: int) -> list[Any]:
+    def _take(self, ids: list[Any], n: int) -> list[Any]:
         known = set(ids)
         queue = [i for i in self._queue if i in known]
         waiting = len(set(queue))
@@ -237,11 +215,11 @@ class EpochSampler(BatchSampler[Any, Any]):
         self.drawn -= len(ids)
 
     def observe(self, timing: StepTiming) -> None:
-        """A step has ended."""
+        """Tell the sizer that a step has ended."""
         self.sizer.observe(timing)
 
     def get_state(self) -> dict[str, Any]:
-        """What a resumed run needs to go on drawing."""
+        """Return what a resumed run needs to go on drawing."""
         return {
             "epoch": self._epoch,
             "queue": list(self._queue),
@@ -251,22 +229,22 @@ class EpochSampler(BatchSampler[Any, Any]):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from the state of another sampler."""
+        """Continue from the state of another sampler."""
         self._epoch = state["epoch"]
         self._queue = list(state["queue"])
         self.drawn = state["drawn"]
-        self._iteration = None
+        self._step = None
         if state["kind"] == type(self.sizer).__name__:
             self.sizer.set_state(state["sizer"])
         else:
-            logger.info("The run goes on with another kind of reflection_minibatch_size, which starts anew.")
+            logger.info("reflection_minibatch_size is of another kind than before: its state starts afresh.")
 
 
 class BudgetedSampling:
-    """A gepa `SamplingStrategy` that cuts the proposals of a step down to what the budget covers.
+    """Cut the proposals of a step down to what the budget covers, as a gepa `SamplingStrategy`.
 
     Args:
-        strategy: The strategy; None for gepa's default of one proposal.
+        strategy: The strategy that samples them; None for gepa's default of one proposal.
         budget: The budget.
     """
 
@@ -275,7 +253,7 @@ class BudgetedSampling:
         self.budget = budget
 
     def sample_tasks(self, state: Any, candidate_selector: Any, batch_sampler: Any, trainset: Any) -> list[Any]:
-        """The tasks of the step that fit, each of them accepted; the last one with a smaller minibatch if need be."""
+        """Return the tasks that fit if each is accepted, the last one with a smaller minibatch if need be."""
         left = self.budget.left(state.total_num_evals)
         fitting: list[Any] = []
         unused: list[Any] = []
@@ -295,7 +273,7 @@ class BudgetedSampling:
 
 
 class StepSeededSelector(CandidateSelector):
-    """One of gepa's candidate selectors with a fresh random source for each call.
+    """Seed one of gepa's candidate selectors anew for each call, since gepa does not save its random state.
 
     Args:
         make_selector: Makes the selector from a random source.
@@ -309,7 +287,7 @@ class StepSeededSelector(CandidateSelector):
         self._calls = 0
 
     def select_candidate_idx(self, state: Any) -> int:
-        """Index of the candidate to change."""
+        """Return the index of the candidate to change."""
         self._calls = self._calls + 1 if state.i == self._iteration else 0
         self._iteration = state.i
         rng = random.Random(f"{self.seed}/select/{state.i}/{self._calls}")
@@ -317,28 +295,16 @@ class StepSeededSelector(CandidateSelector):
         return index
 
 
-def _current_best(rng: random.Random) -> Any:
-    return CurrentBestCandidateSelector()
-
-
-def _epsilon_greedy(rng: random.Random) -> Any:
-    return EpsilonGreedyCandidateSelector(epsilon=0.1, rng=rng)
-
-
-def _top_k_pareto(rng: random.Random) -> Any:
-    return TopKParetoCandidateSelector(k=5, rng=rng)
-
-
 SELECTORS: dict[str, Callable[[random.Random], Any]] = {
     "pareto": ParetoCandidateSelector,
-    "current_best": _current_best,
-    "epsilon_greedy": _epsilon_greedy,
-    "top_k_pareto": _top_k_pareto,
+    "current_best": lambda rng: CurrentBestCandidateSelector(),
+    "epsilon_greedy": lambda rng: EpsilonGreedyCandidateSelector(epsilon=0.1, rng=rng),
+    "top_k_pareto": lambda rng: TopKParetoCandidateSelector(k=5, rng=rng),
 }
 
 
 def resolve_selector(strategy: Any, seed: int | None) -> Any:
-    """Gepa's selector of that name, seeded by step; anything else goes to gepa as it is (which checks it)."""
+    """Return gepa's selector of that name, seeded by step; anything else as it is, for gepa to check."""
     if isinstance(strategy, str) and strategy in SELECTORS:
         return StepSeededSelector(SELECTORS[strategy], seed)
     return strategy

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dspy_combee.controller.batch_size import FixedSize, MinibatchSizer, PowerLawBatchSize, SizeDecision, resolve_sizer
-from dspy_combee.controller.sampling import Budget, EpochSampler, Place, Positions
+from dspy_combee.controller.sampling import Budget, EpochSampler
 from dspy_combee.records.checks import digest_of
 from dspy_combee.records.types import ReflectionRecord
 from dspy_combee.reduce.shuffle import default_num_groups, effective_duplication
@@ -97,7 +97,7 @@ class TraceBatches:
         self.traces = traces
         self.budget = Budget(len(traces), 0, num_epochs=num_epochs)
         self.sizer = sizer or trace_sizer(size, len(traces), self.budget.minibatch_rollouts)
-        self.sampler = EpochSampler(self.sizer, self.budget, f"{seed}/traces")  # type: ignore[arg-type]
+        self.sampler = EpochSampler(self.sizer, self.budget, f"{seed}/traces")
 
     def __len__(self) -> int:
         return len(self.traces)
@@ -115,7 +115,7 @@ class TraceBatches:
 
     def draw(self, step: int) -> TraceBatch:
         """The traces of a step, by its number."""
-        positions = self.sampler.next_minibatch_ids(Positions(len(self.traces)), Place(step))
+        positions = self.sampler.draw(range(len(self.traces)), step)
         traces = tuple(self.traces[position] for position in positions)
         ids = tuple(trace_id(position, trace) for position, trace in zip(positions, traces, strict=True))
         decision = self.sampler.decision

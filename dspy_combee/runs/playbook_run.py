@@ -13,7 +13,7 @@ import dspy
 from dspy_combee.calls.executors import in_use
 from dspy_combee.controller.batch_size import FixedSize, PowerLawBatchSize, ReplayedSizes, StepTiming, resolve_sizer
 from dspy_combee.controller.budget import Ledger
-from dspy_combee.controller.sampling import Budget, EpochSampler, Place, Positions
+from dspy_combee.controller.sampling import Budget, EpochSampler
 from dspy_combee.learners.options import PlaybookOptions
 from dspy_combee.learners.playbook import PlaybookLearner, StepOutcome, last_step_of
 from dspy_combee.learners.program import PlaybookProgram, Playbooks
@@ -263,7 +263,7 @@ class PlaybookRun:
     def _learn_from_rollouts(self, number: int) -> _Made:
         before = self.state.playbooks
         started = self.clock()
-        ids = self.sampler.next_minibatch_ids(Positions(len(self.trainset)), Place(number))
+        ids = self.sampler.draw(range(len(self.trainset)), number)
         profiling = self.sampler.decision is not None and self.sampler.decision.profiling
         self.rollouts = self.learner.run(before, [self.trainset[i] for i in ids])
         cut_short = self.learner.stage.cut_short.take()

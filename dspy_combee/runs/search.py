@@ -296,7 +296,7 @@ class Run:
         logger.info(
             "The plan: %s; k = %s; %s steps expected. A step takes %s rollouts and about %s reflection calls per "
             "component, and %d rollouts more if its proposal is accepted.",
-            self.sampler.sizer.outlook,
+            self.sampler.sizer.description,
             _span(groups),
             _span([budget.steps_of(sizes, all_accepted=True), budget.steps_of(sizes, all_accepted=False)]),
             _span([2 * n * budget.tasks_per_step for n in sizes]),

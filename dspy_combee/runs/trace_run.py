@@ -177,7 +177,7 @@ class TraceRun:
         logger.info(
             "Learning from %d traces: %s. A step makes no rollouts%s.",
             len(self.batches),
-            self.batches.sizer.outlook,
+            self.batches.sizer.description,
             f" but the {len(self.valset)} of validation" if self.valset else "",
         )
         if not self.valset:
