@@ -1,78 +1,178 @@
-"""One step of playbook learning: from the rollouts of a minibatch to new playbooks (paper, section 3)."""
+"""Learning playbooks: Combee over ACE (paper, section 3), the learner that grows a `Playbook` of bullets.
+
+Against one frozen playbook each rollout, or collected trace, is reflected on; the reflections are copied, shuffled and
+curated into deltas, which are merged and applied once.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from dspy_combee.calls.executors import Executor, ThreadExecutor
-from dspy_combee.calls.lm_calls import UsageMeter
-from dspy_combee.calls.structured import TimedCalls
-from dspy_combee.controller.budget import CostGuard
+import dspy
+
+from dspy_combee.calls.executors import ThreadExecutor
 from dspy_combee.learners.curation import CuratorCalls, merge_rival_updates
-from dspy_combee.learners.delta_merge import settle
-from dspy_combee.learners.options import PlaybookOptions
-from dspy_combee.learners.program import PlaybookProgram, Playbooks
+from dspy_combee.learners.delta_merge import EmbedderOrTokens, settle
+from dspy_combee.learners.learner import (
+    Learner,
+    LearnerTools,
+    Proposal,
+    are_traces,
+    concerns,
+    context_tokens,
+    trace_record,
+)
 from dspy_combee.learners.reflection import ReflectionJob, Reflector, curator_record
-from dspy_combee.playbook import Playbook, TagReport
+from dspy_combee.playbook import Playbook, TagReport, attach, detach
 from dspy_combee.playbook.deltas import Refused
-from dspy_combee.playbook.records import PlaybookChange, Reflection
+from dspy_combee.playbook.near_duplicates import NearDuplicates, TokenJaccard
+from dspy_combee.playbook.records import PlaybookChange, PlaybookStep, Reflection
+from dspy_combee.records.checks import check_int, digest_of
 from dspy_combee.records.errors import OutOfBudgetError
+from dspy_combee.records.lengths import estimate_tokens
 from dspy_combee.records.text import as_text
-from dspy_combee.records.types import Reduction, Rollout, Usage
+from dspy_combee.records.types import Reduction, Rollout, StepRecord, Usage
 from dspy_combee.reduce import resolve_aggregator
-from dspy_combee.reduce.tree import ReductionTask, reduce_tasks
+from dspy_combee.reduce.tree import Aggregator, ReductionTask, reduce_tasks
 from dspy_combee.rollouts.feedback import RecordMaker, Scorer, feedback_of
-from dspy_combee.rollouts.map import MapStage, RolloutJob
+from dspy_combee.rollouts.map import ProgramCopier
+from dspy_combee.traces import Trace
 
 logger = logging.getLogger("dspy_combee")
+
+REFLECT_ON = ("all", "failures")
 
 _REFLECTION_ID = re.compile(r"s([0-9]{1,9})\.r[0-9]+")
 
 
 @dataclass(frozen=True)
-class StepOutcome:
-    """What a step made of its rollouts.
+class PlaybookOptions:
+    """Hold the options of `PlaybookOptimizer` that are about playbooks; its docstring says what each means.
 
-    Attributes:
-        playbooks: The playbooks after it, by component.
-        reflections: Every reflection, those that are not used included.
-        reductions: The curators' tree of each component.
-        changes: What happened to each playbook.
-        feedback_calls: Metric calls that asked for feedback on a predictor.
-        feedback_usage: What the metric's own language-model calls took in them.
-        failed: Whether reflection failed: it proposed nothing, and not because there was nothing to say.
-        reason: Why the step changed nothing, or less than it should; empty where all went well.
+    Raises:
+        TypeError: If one has the wrong type.
+        ValueError: If one is out of range, or a name is unknown.
     """
 
-    playbooks: dict[str, Playbook]
-    reflections: tuple[Reflection, ...]
-    reductions: tuple[Reduction, ...]
-    changes: tuple[PlaybookChange, ...]
-    feedback_calls: int = 0
-    feedback_usage: Usage = field(default_factory=Usage)
-    failed: bool = False
-    reason: str = ""
+    duplication_factor: int
+    num_groups: int | None
+    aggregator: str | Aggregator
+    reflect_on: str
+    use_ground_truth: bool
+    shared_playbook: bool
+    playbook: Playbook | Mapping[str, Playbook] | None
+    token_budget: int
+    embedder: Callable[[list[str]], Any] | None
 
-    @property
-    def reflection_usage(self) -> Usage:
-        """What the reflection calls took."""
-        used = [item.usage for item in self.reflections]
-        return sum(used + [node.usage for made in self.reductions for node in made.nodes], Usage())
+    def __post_init__(self) -> None:
+        resolve_aggregator(self.aggregator)
+        for name in ("duplication_factor", "token_budget"):
+            check_int(name, getattr(self, name), 1)
+        if self.num_groups is not None:
+            check_int("num_groups", self.num_groups, 1)
+        for name in ("use_ground_truth", "shared_playbook"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.reflect_on not in REFLECT_ON:
+            raise ValueError(f"Unknown reflect_on {self.reflect_on!r}; known are {list(REFLECT_ON)}.")
+        if self.embedder is not None and not callable(self.embedder):
+            raise TypeError(f"embedder must be a dspy.Embedder or another callable, got {self.embedder!r}.")
+        given = self.playbook.values() if isinstance(self.playbook, Mapping) else [self.playbook]
+        for item in given:
+            if item is not None and not isinstance(item, Playbook):
+                raise TypeError(f"playbook must be a Playbook, or map predictors' names to them, got {item!r}.")
 
-    @property
-    def unused_reflections(self) -> tuple[str, ...]:
-        """The ids of the reflections that fed no delta which survived."""
-        used = {name for change in self.changes for name in change.used_reflections}
-        return tuple(item.id for item in self.reflections if item.id not in used)
+
+SHARED = "shared"
+"""The component's name where all predictors share one playbook."""
+
+Playbooks = Mapping[str, Playbook]
+
+
+class PlaybookProgram:
+    """Take the playbooks off a program and build programs with others.
+
+    A component is a playbook: one for each predictor, under its name, or one for all.
+
+    Args:
+        student: The program; it stays as it is.
+        shared: Whether all predictors share one playbook.
+
+    Raises:
+        TypeError: If the student is no DSPy program.
+        ValueError: If it has no predictor.
+    """
+
+    def __init__(self, student: Any, shared: bool) -> None:
+        if not hasattr(student, "named_predictors"):
+            raise TypeError(f"the program must be a dspy.Module, got {type(student).__name__}.")
+        self.student = student
+        self.copier = ProgramCopier(student)
+        self._found: dict[str, Playbook | None] = {}
+        self.bases: dict[str, str] = {}
+        """Each predictor's instruction without its playbook."""
+        for name, predictor in student.named_predictors():
+            self.bases[name], self._found[name] = detach(predictor.signature.instructions)
+        if not self.bases:
+            raise ValueError("the program has no predictor, so there is nothing that a playbook could stand in.")
+        # Each predictor's component, and the components in the order of the predictors.
+        self.component_of = {name: SHARED if shared else name for name in self.bases}
+        self.components = tuple(dict.fromkeys(self.component_of.values()))
+
+    def start(self, given: Playbook | Playbooks | None, *, own_first: bool = False) -> dict[str, Playbook]:
+        """Return the playbooks to start from, by component: the ones given, else the program's own, else empty ones.
+
+        Args:
+            given: One for all predictors, or some by predictor.
+            own_first: Whether those that stand in the program come before those given.
+
+        Raises:
+            ValueError: If a name is unknown, or predictors that share a playbook start from different ones.
+        """
+        named = {} if given is None else given if isinstance(given, Mapping) else dict.fromkeys(self.bases, given)
+        unknown = sorted(set(named) - set(self.bases))
+        if unknown:
+            raise ValueError(f"playbook names predictors {unknown}; the program has {sorted(self.bases)}.")
+        start: dict[str, Playbook] = {}
+        for name, component in self.component_of.items():
+            own = self._found[name]
+            playbook = own if own_first and own is not None else named.get(name, own)
+            if playbook is None:
+                continue
+            if start.setdefault(component, playbook) != playbook:
+                raise ValueError(
+                    "the predictors are to share a playbook and start from different ones: give one as playbook=..."
+                )
+        return {component: start.get(component, Playbook()) for component in self.components}
+
+    def build(self, playbooks: Playbooks) -> Any:
+        """Return the program with these playbooks (by component) at the end of its instructions."""
+        program = self.copier.copy(self.student)
+        for name, predictor in program.named_predictors():
+            text = attach(self.bases[name], playbooks[self.component_of[name]])
+            predictor.signature = predictor.signature.with_instructions(text)
+        return program
+
+    def by_predictor(self, playbooks: Playbooks) -> dict[str, Playbook]:
+        """Return the playbook of each predictor."""
+        return {name: playbooks[component] for name, component in self.component_of.items()}
+
+    def fingerprint(self) -> str:
+        """Return a digest of the predictors' names and instructions, which tells this program from others."""
+        text = repr(sorted(self.bases.items())) + repr(self.components)
+        return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 class KnownFeedback:
-    """A metric that repeats what the real one said of each rollout, and asks it again only where it should.
+    """Repeat what the metric said of each rollout, and ask it again only where that is wanted.
 
     Args:
         metric: The real one.
@@ -92,11 +192,11 @@ class KnownFeedback:
 
     @property
     def calls(self) -> int:
-        """How often the real metric was asked."""
+        """Count how often the real metric was asked."""
         return len(self._asked)
 
     def __call__(self, gold: Any, pred: Any, trace: Any, pred_name: Any, pred_trace: Any) -> Any:
-        """The result for this predictor's call."""
+        """Return the result for this predictor's call."""
         known = self._known[id(gold), id(pred)]
         if self.ask == "never" or (self.ask == "missing" and feedback_of(known) is not None):
             return known
@@ -104,132 +204,143 @@ class KnownFeedback:
         return self.metric(gold, pred, trace, pred_name, pred_trace)
 
 
-class PlaybookGuard(CostGuard):
-    """A `CostGuard` for curators: what they proposed, and was paid for, is united even when the money is spent.
+class PlaybookLearner(Learner[Playbooks]):
+    """Grow the playbooks of a program.
 
-    Args:
-        executor: Runs the calls.
-        max_cost: US dollars; None for no limit.
-        meter: Holds the reflection-LM usage so far.
-    """
-
-    def __init__(self, executor: Executor, max_cost: float | None, meter: UsageMeter) -> None:
-        super().__init__(executor, max_cost, meter)
-        self._warned = True  # That a wave makes no call is nothing to warn of: most merges need none.
-
-    def map(self, function: Any, items: Sequence[Any], **options: Any) -> list[Any]:
-        """See `CostGuard.map`."""
-        if self.is_spent and isinstance(function, CuratorCalls) and all(item.kind == "merge" for item in items):
-            reason = f"max_reflection_cost=${self.max_cost:g} is spent: the deltas were united without a call"
-            return [function.without_call(item, reason) for item in items]
-        return super().map(function, items, **options)
-
-
-class PlaybookLearner:
-    """Runs a program with its playbooks, and learns from the rollouts.
+    - A trace with a predictor's name gives one reflection, for that predictor. A trace of the whole program gives one
+      for each playbook: for each predictor, or a single one where all share a playbook.
+    - `reflect_on="failures"` leaves out what scores `perfect_score` or more, and no trace without a score.
+    - `use_ground_truth` means nothing for traces, which have no labels.
 
     Args:
         options: The options.
-        program: The program.
-        asks_for_feedback: Whether the metric may be called again for feedback on a predictor.
-
-    Attributes:
-        meter: What the reflection calls have used.
-        guard: Watches `max_reflection_cost`.
-        stage: Map.
+        student: The program; it stays as it is.
+        tools: What it uses of its run.
+        online: Whether the metric is never asked again for feedback, and the program's own playbook comes before the
+            one in the options.
     """
 
-    def __init__(self, options: PlaybookOptions, program: PlaybookProgram, asks_for_feedback: bool) -> None:
+    step_type = PlaybookStep
+
+    def __init__(self, options: PlaybookOptions, student: Any, tools: LearnerTools, online: bool = False) -> None:
         self.options = options
-        self.program = program
-        self.asks_for_feedback = asks_for_feedback
-        self.meter = UsageMeter()
-        self.executor: Executor = options.make_executor()
-        timed = TimedCalls(self.executor, options.reflection_timeout)
-        self.guard = PlaybookGuard(timed, options.max_reflection_cost, self.meter)
-        self.scorer = Scorer(options.metric, options.failure_score, options.perfect_score)
-        self.stage = MapStage(program.copier, self.scorer, self.executor, options.rollout_timeout)
+        self.tools = tools
+        self.online = online
+        self.program = PlaybookProgram(student, options.shared_playbook)
         self.aggregator = resolve_aggregator(options.aggregator)
-        self.near_duplicates = options.make_near_duplicates()
+        embedder = options.embedder
+        self.near_duplicates: NearDuplicates = TokenJaccard() if embedder is None else EmbedderOrTokens(embedder)
+        self._start = self.program.start(options.playbook, own_first=online)
+        self._steps_before = last_step_of(self._start.values())
 
-    def check(self, examples: Sequence[Any]) -> None:
-        """Find out now whether the rollouts could not go where they run; see `MapStage.check`."""
-        self.stage.check(self.program.student, examples)
+    def start(self) -> Playbooks:
+        """See `Learner.start`."""
+        return self._start
 
-    def run(self, playbooks: Playbooks, examples: Sequence[Any]) -> list[Rollout]:
-        """Map: run the program with these playbooks on the examples."""
-        built = self.program.build(playbooks)
-        return self.stage.run([RolloutJob(built, example, index) for index, example in enumerate(examples)])
+    def build(self, state: Playbooks) -> Any:
+        """See `Learner.build`."""
+        return self.program.build(state)
 
-    def learn(self, playbooks: Playbooks, rollouts: Sequence[Rollout], step: int) -> StepOutcome:
-        """Reflect, tag, curate, merge and apply, all against the playbooks that the rollouts were made with.
-
-        Args:
-            playbooks: The frozen playbooks, by component.
-            rollouts: What `run` gave.
-            step: The number of the step, which opens the ids of its reflections and seeds its shuffles.
-
-        Raises:
-            ProviderError: If the reflection LM's provider refuses or cannot be reached.
-            UnknownCostError: If `max_reflection_cost` is set and the LM reports no cost.
-        """
-        jobs, feedback_calls, feedback_usage = self._jobs(playbooks, rollouts, step)
-        reflector = Reflector(self.options.reflection_lm, self.meter, self.options.reflection_timeout)
-        outcome = self.learn_from(playbooks, jobs, step, reflector)
-        return replace(outcome, feedback_calls=feedback_calls, feedback_usage=feedback_usage)
-
-    def learn_from(
-        self, playbooks: Playbooks, jobs: Sequence[ReflectionJob], step: int, reflector: Reflector
-    ) -> StepOutcome:
-        """Make these reflections, then tag, curate, merge and apply, all against the same playbooks.
-
-        Args:
-            playbooks: The frozen playbooks, by component.
-            jobs: The reflections to make.
-            step: As in `learn`.
-            reflector: Makes them.
-
-        Raises:
-            ProviderError: As in `learn`; so `UnknownCostError`.
-        """
+    def learn(self, state: Playbooks, evidence: Sequence[Rollout] | Sequence[Trace], step: int) -> Proposal[Playbooks]:
+        """Reflect, tag, curate, merge and apply; see `Learner.learn`."""
+        number = self._steps_before + step
+        feedback_calls, feedback_usage = 0, Usage()
+        on_traces = are_traces(evidence)
+        if on_traces:
+            jobs = self._trace_jobs(state, evidence, number)
+        else:
+            jobs, feedback_calls, feedback_usage = self._rollout_jobs(state, evidence, number)
         reflections: list[Reflection] = []
         reductions: list[Reduction] = []
         reason = ""
-        tagged = {name: playbook.tag(()) for name, playbook in playbooks.items()}
+        tagged = {name: playbook.tag(()) for name, playbook in state.items()}
+        reflector = Reflector(self.tools.reflection_lm, self.tools.guard.meter, on_traces)
         try:
-            reflections = self.guard.map(reflector, jobs) if jobs else []
-            tagged = {name: self._tag(name, playbook, reflections) for name, playbook in playbooks.items()}
-            frozen = {name: report.playbook for name, report in tagged.items()}
-            reductions = self._reduce(frozen, reflections, step)
+            with dspy.context(trace=None):  # DSPy's trace would hold the records of many steps.
+                reflections = self.tools.guard.map(reflector, jobs)
+                tagged = {name: self._tag(name, playbook, reflections) for name, playbook in state.items()}
+                frozen = {name: report.playbook for name, report in tagged.items()}
+                reductions = self._reduce(frozen, reflections, number)
         except OutOfBudgetError as error:
             reason = str(error)
+            reductions = list(getattr(error, "reductions", reductions))
         changes, after = self._apply(tagged, reductions)
         failure = "" if reason else _failure(reflections, reductions)
-        return StepOutcome(
-            playbooks=after,
-            reflections=tuple(reflections),
+        used = {name for change in changes for name in change.used_reflections}
+        calls = [item.usage for item in reflections] + [node.usage for made in reductions for node in made.nodes]
+        return Proposal(
+            state=after,
             reductions=tuple(reductions),
-            changes=tuple(changes),
+            usage=sum(calls, Usage()),
             failed=bool(failure) and all(made.text is None for made in reductions),
             reason=reason or failure or _notes(reflections, reductions),
+            feedback_calls=feedback_calls,
+            feedback_usage=feedback_usage,
+            details={
+                "changes": tuple(changes),
+                "reflections": tuple(reflections),
+                "unused_reflections": tuple(item.id for item in reflections if item.id not in used),
+            },
         )
+
+    def rejected(self, state: Playbooks, proposal: Proposal[Playbooks]) -> Proposal[Playbooks]:
+        """See `Learner.rejected`: the playbooks are as they were, the trees tell the rest."""
+        changes = tuple(
+            PlaybookChange(name, len(playbook), playbook.enforce_budget(sys.maxsize).tokens_after)
+            for name, playbook in state.items()
+        )
+        unused = tuple(item.id for item in proposal.details["reflections"])
+        details = {**proposal.details, "changes": changes, "unused_reflections": unused}
+        return replace(proposal, state=state, details=details)
+
+    def dump(self, state: Playbooks) -> Any:
+        """See `Learner.dump`."""
+        return {name: json.loads(playbook.to_json()) for name, playbook in state.items()}
+
+    def load(self, plain: Any) -> Playbooks:
+        """See `Learner.load`."""
+        if not isinstance(plain, dict) or not plain:
+            raise ValueError("the state holds no playbooks by component")
+        if plain.keys() != self._start.keys():
+            raise ValueError(f"it is of {sorted(plain)}, and the program has {sorted(self._start)}")
+        return {name: Playbook.from_json(json.dumps(playbook)) for name, playbook in plain.items()}
+
+    def identity(self) -> dict[str, Any]:
+        """See `Learner.identity`."""
+        start = digest_of([playbook.to_text() for _, playbook in sorted(self._start.items())])
+        return {"program": self.program.fingerprint(), "start": start}
+
+    def describe(self, step: StepRecord) -> str:
+        """See `Learner.describe`."""
+        if not isinstance(step, PlaybookStep):
+            return ""
+        used = len(step.reflections) - len(step.unused_reflections)
+        return f"{used} of {len(step.reflections)} reflections used, {step.bullets} bullets, {step.tokens} tokens"
+
+    def facts(self, step: StepRecord) -> dict[str, Any]:
+        """See `Learner.facts`."""
+        return {"bullets": step.bullets} if isinstance(step, PlaybookStep) else {}
 
     # Reflection ----------------------------------------------------------------------------------------------
 
-    def _jobs(
-        self, playbooks: Playbooks, rollouts: Sequence[Rollout], step: int
+    def _rollout_jobs(
+        self, playbooks: Playbooks, rollouts: Sequence[Any], step: int
     ) -> tuple[list[ReflectionJob], int, Usage]:
-        """The reflections to make, the metric calls for feedback, and what those took."""
+        """Return the reflections to make, the metric calls for feedback, and what those used."""
+        scorer = self.tools.scorer
         if self.options.reflect_on == "failures":
-            perfect = self.options.perfect_score
+            perfect = scorer.perfect_score
             rollouts = [item for item in rollouts if item.error is not None or item.score < perfect]
         several = len(self.program.bases) > 1
         ask: Literal["never", "missing", "always"] = "always" if several else "missing"
-        feedback = KnownFeedback(self.options.metric, rollouts, ask if self.asks_for_feedback else "never")
+        feedback = KnownFeedback(scorer.metric, rollouts, "never" if self.online else ask)
         # What is only looked up needs no slot of the executor.
-        executor = self.executor if self.asks_for_feedback else ThreadExecutor(1)
         maker = RecordMaker(
-            Scorer(feedback, self.options.failure_score), executor, keep_unparsed=True, warn_of_mismatch=False
+            Scorer(feedback, scorer.failure_score),
+            ThreadExecutor(1) if self.online else self.tools.executor,
+            keep_unparsed=True,
+            warn_of_mismatch=False,
+            timeout=None if self.online else self.tools.rollout_timeout,
         )
         records = maker.records(rollouts, list(self.program.bases))
         _, usage = maker.take_feedback_calls()
@@ -249,6 +360,30 @@ class PlaybookLearner:
         ]
         return jobs, feedback.calls, usage
 
+    def _trace_jobs(self, playbooks: Playbooks, traces: Sequence[Any], step: int) -> list[ReflectionJob]:
+        jobs: list[ReflectionJob] = []
+        for source, trace in enumerate(traces):
+            perfect = self.tools.scorer.perfect_score
+            if self.options.reflect_on == "failures" and trace.score is not None and trace.score >= perfect:
+                continue
+            components: set[str] = set()
+            for name, component in self.program.component_of.items():
+                if concerns(trace, name) and component not in components:
+                    components.add(component)
+                    playbook = playbooks[component].to_prompt()
+                    jobs.append(self._trace_job(f"s{step}.r{len(jobs)}", playbook, source, trace, name))
+        return jobs
+
+    def _trace_job(self, job_id: str, playbook: str, source: int, trace: Trace, name: str) -> ReflectionJob:
+        names: Sequence[str] = list(self.program.bases)
+        instruction = self.program.bases[name]
+        if trace.predictor is None and self.program.component_of[name] == SHARED and len(names) > 1:
+            instruction = "\n\n".join(f"{name}: {self.program.bases[name]}" for name in names)
+            names = [name]  # The reflection is for the whole program, which needs no note.
+        room = context_tokens(self.aggregator, estimate_tokens(playbook) + estimate_tokens(instruction))
+        record = trace_record(trace, room, source, name, names)
+        return ReflectionJob(job_id, name, source, instruction, playbook, record)
+
     def _expected(self, example: Any) -> Mapping[str, Any] | None:
         if not self.options.use_ground_truth:
             return None
@@ -258,7 +393,7 @@ class PlaybookLearner:
         return [item for item in reflections if self.program.component_of[item.predictor] == component]
 
     def _tag(self, component: str, playbook: Playbook, reflections: Sequence[Reflection]) -> TagReport:
-        """Count the tags: those of one reflection count once for each bullet, the first one that it gives."""
+        """Count the tags; of one reflection the first tag of each bullet counts."""
         tags: list[Any] = []
         repeated: list[Refused] = []
         for reflection in self._of(component, reflections):
@@ -287,17 +422,16 @@ class PlaybookLearner:
                     component=component,
                     current=as_text(playbook.to_prompt()),
                     records=[curator_record(item) for item in useful],
-                    rng=random.Random(f"{self.options.seed}/{step}/{component}"),
+                    rng=random.Random(f"{self.tools.seed}/{step}/{component}"),
                     num_groups=self.options.num_groups,
                     duplication_factor=self.options.duplication_factor,
                     sources=tuple(item.source for item in useful),
                 )
             )
-        calls = CuratorCalls(
-            self.options.reflection_lm, self.meter, frozen, self.near_duplicates, self.options.reflection_timeout
-        )
-        reductions = reduce_tasks(self.aggregator, tasks, calls, self.guard)
-        reductions = merge_rival_updates(tasks, reductions, calls, self.guard)
+        guard = self.tools.guard
+        calls = CuratorCalls(self.tools.reflection_lm, guard.meter, frozen, self.near_duplicates)
+        reductions = reduce_tasks(self.aggregator, tasks, calls, guard)
+        reductions = merge_rival_updates(tasks, reductions, calls, guard)
         for reduction in reductions:
             if reduction.error is not None:
                 logger.warning("No deltas for the playbook of %r: %s", reduction.component, reduction.error)
@@ -335,7 +469,7 @@ class PlaybookLearner:
 
 
 def last_step_of(playbooks: Iterable[Playbook]) -> int:
-    """The last step whose reflections the playbooks name; 0 where they name none."""
+    """Return the last step whose reflections the playbooks name; 0 where they name none."""
     ids = (name for playbook in playbooks for bullet in playbook for name in bullet.reflection_ids)
     return max((int(match[1]) for name in ids if (match := _REFLECTION_ID.fullmatch(name))), default=0)
 
@@ -346,7 +480,7 @@ def _tagged_id(tag: Any) -> str:
 
 
 def _failure(reflections: Sequence[Reflection], reductions: Sequence[Reduction]) -> str:
-    """Why reflection proposed nothing; empty where it did, or where there was nothing to say."""
+    """Say why reflection proposed nothing; empty where it did, or where there was nothing to say."""
     errors = [f"{made.component}: {made.error}" for made in reductions if made.error is not None]
     if errors:
         return "; ".join(errors)
@@ -357,7 +491,7 @@ def _failure(reflections: Sequence[Reflection], reductions: Sequence[Reduction])
 
 
 def _notes(reflections: Sequence[Reflection], reductions: Sequence[Reduction]) -> str:
-    """What went wrong without keeping the step from learning."""
+    """Say what went wrong without keeping the step from learning."""
     failed = [item.error for item in reflections if item.error is not None and not item.lesson]
     empty = sum(item.error is not None and bool(item.lesson) for item in reflections)
     nodes = [node.error for made in reductions for node in made.nodes if node.error is not None]

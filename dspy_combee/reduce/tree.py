@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from dspy_combee.calls.executors import Executor
+from dspy_combee.calls.guard import CallGuard, late_reason
 from dspy_combee.records.checks import check_int
+from dspy_combee.records.errors import OutOfBudgetError
 from dspy_combee.records.lengths import cut_to_fit, estimate_tokens
 from dspy_combee.records.types import ProposalNode, Reduction
 from dspy_combee.reduce.shuffle import augmented_shuffle, default_num_groups, effective_duplication, split_evenly
@@ -92,55 +94,42 @@ class Aggregator(Protocol):
         ...
 
 
-class TimeLimited:
-    """An executor for reflection calls each of which may take so many seconds; a call that takes longer has failed.
+class NodeCalls(Protocol):
+    """Make the calls of a tree, and say what stands in the place of one that is late or refused."""
 
-    Args:
-        executor: Runs the calls.
-        seconds: The limit; None for no limit.
-    """
+    def __call__(self, node_call: NodeCall) -> ProposalNode:
+        """Make one call; a call that fails gives a node that says why."""
+        ...
 
-    def __init__(self, executor: Executor, seconds: float | None) -> None:
-        self.executor = executor
-        self.seconds = seconds
-        self.width = executor.width
+    def late(self, node_call: NodeCall, seconds: float) -> ProposalNode:
+        """Return the node of a call that took longer than `seconds`."""
+        ...
 
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any], **options: Any) -> list[Any]:
-        """See `Executor.map`; the limit is this object's own."""
-        if self.seconds is None:
-            return self.executor.map(function, items, **options)
-        return self.executor.map(function, items, timeout=self.seconds, on_timeout=self._timed_out)
-
-    def _timed_out(self, item: Any) -> ProposalNode:
-        reason = f"the reflection call took longer than {self.seconds:g} seconds"
-        if not isinstance(item, NodeCall):
-            raise TimeoutError(reason)
-        return ProposalNode(item.id, item.task.component, item.inputs, seconds=self.seconds or 0.0, error=reason)
+    def refused(self, node_call: NodeCall, error: OutOfBudgetError) -> ProposalNode:
+        """Return the node of a call that is not made because the money is spent, or raise `error`."""
+        ...
 
 
-class _Waves:
-    """An executor that keeps the nodes of the waves that have ended.
+class _TreeExecutor(Executor):
+    """Run an aggregator's calls through the guard of the run, and keep the nodes they gave."""
 
-    Args:
-        executor: Runs the calls.
-    """
-
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
-        self.width = executor.width
+    def __init__(self, calls: NodeCalls, guard: CallGuard) -> None:
+        self.calls = calls
+        self.guard = guard
+        self.width = guard.executor.width
         self.made: list[tuple[NodeCall, ProposalNode]] = []
 
     def map(self, function: Callable[[Any], Any], items: Sequence[Any], **options: Any) -> list[Any]:
-        """See `Executor.map`."""
+        """Apply `function` to every item; the limits are those of the run, whatever `options` say."""
         items = list(items)
-        results = self.executor.map(function, items, **options)
+        results = self.guard.map(_AggregatorCalls(function, self.calls), items)
         for item, node in zip(items, results, strict=True):
             if isinstance(item, NodeCall) and isinstance(node, ProposalNode):
                 self.made.append((item, node))
         return results
 
-    def so_far(self, task: ReductionTask, error: str) -> Reduction:
-        """The tree of a task that was cut short."""
+    def partial_tree(self, task: ReductionTask, error: str) -> Reduction:
+        """Return the tree of a task that an error ended, as far as it had grown."""
         made = [(call, node) for call, node in self.made if call.task is task]
         groups = [call.items for call, _ in made if call.kind == "propose"]
         return Reduction(
@@ -155,10 +144,31 @@ class _Waves:
         )
 
 
+@dataclass(frozen=True)
+class _AggregatorCalls:
+    """Call what the aggregator asked for: the run's own calls, or a function that it put around them."""
+
+    function: Callable[[Any], Any]
+    calls: NodeCalls
+
+    def __call__(self, item: Any) -> Any:
+        return self.function(item)
+
+    def late(self, item: Any, seconds: float) -> Any:
+        if isinstance(item, NodeCall):
+            return self.calls.late(item, seconds)
+        raise TimeoutError(late_reason(seconds))
+
+    def refused(self, item: Any, error: OutOfBudgetError) -> Any:
+        if isinstance(item, NodeCall):
+            return self.calls.refused(item, error)
+        raise error
+
+
 def reduce_tasks(
-    aggregator: Aggregator, tasks: Sequence[ReductionTask], call: CallFunction, executor: Executor
+    aggregator: Aggregator, tasks: Sequence[ReductionTask], calls: NodeCalls, guard: CallGuard
 ) -> list[Reduction]:
-    """What the aggregator makes of the tasks.
+    """Return what the aggregator makes of the tasks.
 
     Raises:
         TypeError: If it gives no reductions.
@@ -167,12 +177,12 @@ def reduce_tasks(
             Whatever is raised, by a call too, carries `reductions`: the trees as far as they had grown, so that what
             was paid for is not lost.
     """
-    waves = _Waves(executor)
+    executor = _TreeExecutor(calls, guard)
     try:
-        made = aggregator.aggregate(tasks, call, waves) if tasks else []
+        made = aggregator.aggregate(tasks, calls, executor) if tasks else []
         _check_reductions(made, len(tasks), type(aggregator).__name__)
     except Exception as error:
-        error.reductions = [waves.so_far(task, str(error)) for task in tasks]  # type: ignore[attr-defined]
+        error.reductions = [executor.partial_tree(task, str(error)) for task in tasks]  # type: ignore[attr-defined]
         raise
     return made
 

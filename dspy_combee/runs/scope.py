@@ -1,0 +1,325 @@
+"""`RunScope`: what every run needs, whatever it learns and whichever loop drives it.
+
+The lock of `log_dir`, the run's secrets, the executor, the limits of time and money, the account of what was spent,
+the step log, the listeners (progress line, trackers, callbacks), and what becomes of an error or an interrupt: written
+once, here. GEPA's search (`runs.search`) and the walk-forward loop (`runs.loop`) stand on it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dspy
+from filelock import FileLock, Timeout
+
+from dspy_combee.calls.executor_options import check_executor, make_executor
+from dspy_combee.calls.executors import Executor, in_use
+from dspy_combee.calls.guard import CallGuard
+from dspy_combee.controller.batch_size import PowerLawBatchSize
+from dspy_combee.learners.learner import LearnerTools
+from dspy_combee.records.checks import check_callbacks, check_finite, check_int, check_lm, check_positive, check_priced
+from dspy_combee.records.secrecy import keeping_secret, secrets_of, traceback_of
+from dspy_combee.records.types import Rollout, Spent, StepRecord, Usage
+from dspy_combee.report.step_log import StepLog
+from dspy_combee.rollouts.feedback import Scorer
+from dspy_combee.rollouts.map import MapStage, ProgramCopier, RolloutJob, lms_in
+from dspy_combee.runs.progress import ProgressLine
+from dspy_combee.runs.tracking import StepTracking, TrackingOptions
+
+logger = logging.getLogger("dspy_combee")
+
+FAILED_STEPS = 3
+"""A run ends when this many steps in a row propose nothing because reflection failed."""
+
+LOCK_NAME = ".lock"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Hold what both optimizers are given about a run; their docstrings say what each option means.
+
+    Raises:
+        TypeError: If one has the wrong type.
+        ValueError: If one is out of range, or a name is unknown.
+    """
+
+    metric: Callable[..., Any]
+    reflection_lm: Any
+    executor: str | Executor
+    num_threads: int | None
+    seed: int | None
+    log_dir: str | os.PathLike[str] | None
+    step_callbacks: Sequence[Callable[[Any], Any]]
+    max_reflection_cost: float | None
+    rollout_timeout: float | None
+    reflection_timeout: float | None
+    failure_score: float
+    perfect_score: float
+    track_stats: bool
+    verbose: bool
+    tracking: TrackingOptions = TrackingOptions()
+
+    def __post_init__(self) -> None:
+        _check_metric(self.metric)
+        if self.reflection_lm is not None:
+            check_lm("reflection_lm", self.reflection_lm)
+        check_executor(self.executor)
+        check_callbacks(self.step_callbacks)
+        if self.num_threads is not None:
+            check_int("num_threads", self.num_threads)
+        if self.seed is not None:
+            check_int("seed", self.seed, None)
+        for name in ("max_reflection_cost", "rollout_timeout", "reflection_timeout"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        check_finite("failure_score", self.failure_score)
+        if self.perfect_score is not None:
+            check_finite("perfect_score", self.perfect_score)
+        if self.log_dir is not None and not isinstance(self.log_dir, str | os.PathLike):
+            raise TypeError(f"log_dir must be a path, got {self.log_dir!r}.")
+        if self.max_reflection_cost is not None and self.reflection_lm is not None:
+            check_priced(self.reflection_lm)
+
+
+class RunScope:
+    """Hold what a run needs and the account of what it did.
+
+    Args:
+        options: The options.
+        student: The program; it is never changed.
+        reflection_lm: The language model that reflects.
+        num_examples: N, the size of the trainset (or the number of traces), for the trackers.
+        total: Rollouts, or examples, that the progress line counts to; None where that is not known.
+        minibatch_size: The minibatch size as it was given, whose controller may have a clock of its own.
+        scorer: Scores the predictions. Default: one for the options.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        student: Any,
+        reflection_lm: Any,
+        num_examples: int,
+        total: int | None,
+        minibatch_size: Any = None,
+    ) -> None:
+        self.options = options
+        self.student = student
+        self.reflection_lm = reflection_lm
+        self.executor = make_executor(options.executor, options.num_threads)
+        self.guard = CallGuard(self.executor, options.reflection_timeout, options.max_reflection_cost)
+        self.scorer = Scorer(options.metric, options.failure_score, options.perfect_score)
+        self.stage = MapStage(ProgramCopier(student), self.scorer, self.executor, options.rollout_timeout)
+        self.clock = minibatch_size.clock if isinstance(minibatch_size, PowerLawBatchSize) else time.monotonic
+        self.log_dir = options.log_dir
+        self.step_log: StepLog | None = None if options.log_dir is None else StepLog(options.log_dir)
+        self.progress = ProgressLine(total, options.verbose)
+        self.tracking = StepTracking(options.tracking, num_examples)
+        self.batch_sizes: list[int] = []
+        """n of each step, those before a resume included."""
+        self.facts: Callable[[StepRecord], Mapping[str, Any]] = dict  # type: ignore[assignment]
+        self._spent = Spent()
+        self._steps: list[StepRecord] = []
+        self._began = time.monotonic()
+
+    def tools(self) -> LearnerTools:
+        """Return what a learner uses of the run."""
+        options = self.options
+        return LearnerTools(
+            self.guard, self.executor, self.scorer, self.reflection_lm, options.seed, options.rollout_timeout
+        )
+
+    # From start to end -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def opened(self, examples: Sequence[Any]) -> Iterator[None]:
+        """Keep the run's resources for its duration: lock, secrets, executor, tracked run.
+
+        Args:
+            examples: What rollouts will be made on; where there are none the executor is not opened.
+
+        Raises:
+            ValueError: If another run uses `log_dir`.
+            TypeError: If the executor cannot take the program, the metric or an example where it runs them.
+            ExecutorError: If the executor cannot be reached.
+        """
+        lms = [self.reflection_lm, dspy.settings.lm, *lms_in(self.student)]
+        with ExitStack() as stack:
+            stack.enter_context(exclusive(self.log_dir))
+            stack.enter_context(keeping_secret(secrets_of(lm for lm in lms if lm is not None)))
+            if examples:
+                self.stage.check(self.student, examples)
+                stack.enter_context(in_use(self.executor))
+            stack.enter_context(self.tracking.opened())
+            yield
+
+    @contextmanager
+    def running(self, best_program: Callable[[], Any], resumable: Callable[[], str]) -> Iterator[None]:
+        """See a run to its end: what is raised carries the best program, and the progress line is closed.
+
+        Args:
+            best_program: Builds the best program so far.
+            resumable: Says, after an interrupt, how to go on.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.progress.close(finished=False)
+            error.best_program = best_program()  # type: ignore[attr-defined]
+            if isinstance(error, KeyboardInterrupt):
+                logger.warning("Interrupted; %s", resumable())
+            raise
+
+    # The account -----------------------------------------------------------------------------------------------
+
+    @property
+    def elapsed(self) -> float:
+        """Return the seconds since the run began in this process."""
+        return time.monotonic() - self._began
+
+    @property
+    def spent(self) -> Spent:
+        """Return what was spent so far, by phase."""
+        return self._spent.plus("reflection", 0, self.guard.meter.usage)
+
+    @property
+    def spent_without_reflection(self) -> Spent:
+        """Return what was spent so far, without the reflection calls, which the guard's meter counts."""
+        return self._spent
+
+    def restore(self, spent: Spent, reflection: Usage | None = None) -> None:
+        """Go on counting from the account of a run that this one resumes."""
+        self._spent = spent
+        if reflection is not None:
+            self.guard.meter.set_state(reflection)
+
+    def note_rollouts(self, phase: str, rollouts: Sequence[Rollout]) -> None:
+        """Account for rollouts of a phase: `"profiling"`, `"rollouts"` or `"validation"`; each is one metric call."""
+        usage = sum((rollout.usage for rollout in rollouts), self.stage.aborted_usage.take())
+        self._spent = self._spent.plus(phase, len(rollouts), usage)
+
+    def note_feedback(self, metric_calls: int, usage: Usage) -> None:
+        """Account for metric calls that asked for feedback, and what their language-model calls used."""
+        self._spent = self._spent.plus("feedback", metric_calls, usage)
+
+    def evaluate(self, program: Any, examples: Sequence[Any], phase: str) -> list[Rollout]:
+        """Run a program on examples and account for it."""
+        rollouts = self.stage.run([RolloutJob(program, example, index) for index, example in enumerate(examples)])
+        self.note_rollouts(phase, rollouts)
+        return rollouts
+
+    # Steps -----------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> list[Any]:
+        """Return the steps so far; the last one alone where nobody asked for them."""
+        if self.step_log is not None and self.options.track_stats:
+            try:
+                return self.step_log.read()
+            except (OSError, ValueError) as error:
+                logger.warning("The steps cannot be read: %s", error)
+        return list(self._steps)
+
+    def resume_steps(self, iteration: int) -> None:
+        """Keep the steps before `iteration` in the step log; the run makes the later ones again.
+
+        Raises:
+            ValueError: If the log is damaged.
+        """
+        if self.step_log is not None:
+            self._keep(self.step_log.resume(iteration))
+
+    def keep_steps(self, records: Sequence[StepRecord]) -> None:
+        """Take in the steps of an iteration: keep them, log them, tell the listeners."""
+        self._keep(records)
+        self.batch_sizes.extend(record.n for record in records)
+        for record in records:
+            self._tell(record)
+
+    def _keep(self, records: Sequence[StepRecord]) -> None:
+        """Hold the steps in memory where they are wanted after the run and are not on disk; else the last one."""
+        if self.options.track_stats and self.step_log is None:
+            self._steps.extend(records)
+        elif records:
+            self._steps = [records[-1]]
+
+    def _tell(self, record: StepRecord) -> None:
+        """Tell the listeners; one that fails does not end a run that has been paid for."""
+        if self.step_log is not None:
+            try:
+                self.step_log.append(record)
+            except Exception as error:
+                logger.warning("Step %d is not in %s yet: %s", record.iteration, self.step_log.path, error)
+        for listener in (self._show, self.tracking, *self.options.step_callbacks):
+            try:
+                listener(record)
+            except Exception as error:
+                logger.warning("A step callback raised an error; the run goes on.\n%s", traceback_of(error))
+
+    def _show(self, record: StepRecord) -> None:
+        usage = self.guard.meter.usage
+        self.progress.show(
+            step=len(self.batch_sizes),
+            n=record.n,
+            **self.facts(record),
+            best=record.best_score,
+            reflections=usage.calls,
+            dollars=usage.cost or None,
+        )
+
+
+@contextmanager
+def exclusive(log_dir: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Hold an exclusive lock on `log_dir`; the OS releases it if the process dies.
+
+    Raises:
+        ValueError: If another run holds it.
+    """
+    if log_dir is None:
+        yield
+        return
+    folder = Path(log_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(folder / LOCK_NAME, blocking=False, thread_local=False)
+        lock.acquire()
+    except Timeout:
+        raise ValueError(f"log_dir {log_dir} is in use by a run that has not ended; give another one.") from None
+    except NotImplementedError as error:  # A file system without locks.
+        logger.debug("%s cannot be locked: %s", log_dir, error)
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def mean(scores: Iterable[float]) -> float | None:
+    """Return the mean of some scores; None where there are none."""
+    listed = list(scores)
+    return sum(listed) / len(listed) if listed else None
+
+
+def _check_metric(metric: Any) -> None:
+    if not callable(metric):
+        raise TypeError(f"metric must be callable, got {metric!r}.")
+    if inspect.iscoroutinefunction(metric):
+        raise TypeError("metric is a coroutine function; give a plain function that returns the score.")
+    try:
+        inspect.signature(metric).bind(None, None, None, None, None)
+    except TypeError as error:
+        raise TypeError(
+            "metric must take five arguments, as a dspy.GEPA metric does: (gold, pred, trace, pred_name, pred_trace); "
+            f"{error}."
+        ) from error
+    except ValueError:
+        return  # A callable that does not tell its signature.
