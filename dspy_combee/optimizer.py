@@ -5,37 +5,37 @@ It wires the parts into `gepa.optimize`; GEPA's engine runs the search.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import dspy
 from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS
+from dspy.teleprompt.gepa.gepa_flex_utils import enumerate_flex_submodules
 
-from dspy_combee.calls.executor_options import check_executor
 from dspy_combee.calls.executors import Executor
 from dspy_combee.controller.batch_size import PowerLawBatchSize, check_minibatch_size
-from dspy_combee.learners.proposer import CombeeProposer
+from dspy_combee.learners.instruction import CandidateProgram, CombeeProposer, InstructionLearner
+from dspy_combee.learners.learner import check_traces
 from dspy_combee.records.checks import (
     check_callbacks,
     check_examples,
     check_finite,
-    check_int,
-    check_lm,
     check_positive,
-    check_priced,
     check_sampling_strategy,
 )
 from dspy_combee.records.types import StepRecord
 from dspy_combee.reduce import resolve_aggregator
 from dspy_combee.reduce.tree import Aggregator
-from dspy_combee.runs.adapter import CombeeAdapter
+from dspy_combee.rollouts.feedback import RecordMaker
+from dspy_combee.runs.loop import Loop, trace_source
 from dspy_combee.runs.result import CombeeResult
-from dspy_combee.runs.search import Run
-
-if TYPE_CHECKING:
-    from dspy_combee.traces import Trace
+from dspy_combee.runs.scope import RunOptions, RunScope
+from dspy_combee.runs.search import Search, has_gepa_state, items_of, refuse_other_state, search_budget
+from dspy_combee.runs.state import TRACE_STATE
+from dspy_combee.runs.tracking import TRACKER_KEYWORDS, TrackingOptions
+from dspy_combee.traces import Trace
 
 logger = logging.getLogger("dspy_combee")
 
@@ -188,19 +188,12 @@ class CombeeOptimizer(dspy.GEPA):
             gepa_kwargs=gepa_kwargs,
         )
         self.reflection_minibatch_size = check_minibatch_size(reflection_minibatch_size)
-        if reflection_lm is not None:
-            check_lm("reflection_lm", reflection_lm)
         for name, value in (("max_metric_calls", max_metric_calls), ("max_full_evals", max_full_evals)):
             if value is not None:
                 check_finite(name, value)
-        check_finite("failure_score", failure_score)
-        if perfect_score is not None:
-            check_finite("perfect_score", perfect_score)
         if not isinstance(self.gepa_kwargs, dict):
             raise TypeError(f"gepa_kwargs must be a dict, got {type(self.gepa_kwargs).__name__}.")
         check_sampling_strategy(self.gepa_kwargs.get("sampling_strategy"))
-        if inspect.iscoroutinefunction(metric):
-            raise TypeError("metric is a coroutine function; give a plain function that returns the score.")
         if "reflection_strategy" in self.gepa_kwargs:
             raise ValueError(
                 "gepa_kwargs['reflection_strategy'] cannot be given: Combee is the reflection strategy. "
@@ -210,9 +203,6 @@ class CombeeOptimizer(dspy.GEPA):
             self.max_metric_calls = None
         self.num_epochs = num_epochs
         self.max_reflection_cost = max_reflection_cost
-        for name, seconds in (("rollout_timeout", rollout_timeout), ("reflection_timeout", reflection_timeout)):
-            if seconds is not None:
-                check_positive(name, seconds)
         self.step_callbacks = check_callbacks(step_callbacks)
         self.verbose = verbose
         self.rollout_timeout = rollout_timeout
@@ -220,9 +210,7 @@ class CombeeOptimizer(dspy.GEPA):
         self.duplication_factor = duplication_factor
         self.num_groups = num_groups
         self.aggregator = resolve_aggregator(aggregator)
-        self.executor = check_executor(executor)
-        if num_threads is not None:
-            check_int("num_threads", num_threads)
+        self.executor = executor
         if isinstance(instruction_proposer, CombeeProposer):
             _refuse_double_options(duplication_factor, num_groups, aggregator)
             self.proposer = instruction_proposer
@@ -233,9 +221,28 @@ class CombeeOptimizer(dspy.GEPA):
                 num_groups=num_groups,
                 duplication_factor=duplication_factor,
             )
-        if max_reflection_cost is not None:
-            check_positive("max_reflection_cost", max_reflection_cost)
-            check_priced(self.proposer.reflection_lm or reflection_lm)
+        self._run_options()
+
+    def _run_options(self) -> RunOptions:
+        """Return the options of a run, checked."""
+        more = {name: self.gepa_kwargs[name] for name in TRACKER_KEYWORDS if name in self.gepa_kwargs}
+        return RunOptions(
+            metric=self.metric_fn,
+            reflection_lm=self.proposer.reflection_lm or self.reflection_lm,
+            executor=self.executor,
+            num_threads=self.num_threads,
+            seed=self.seed,
+            log_dir=self.log_dir,
+            step_callbacks=self.step_callbacks,
+            max_reflection_cost=self.max_reflection_cost,
+            rollout_timeout=self.rollout_timeout,
+            reflection_timeout=self.reflection_timeout,
+            failure_score=self.failure_score,
+            perfect_score=self.perfect_score,
+            track_stats=self.track_stats,
+            verbose=self.verbose,
+            tracking=TrackingOptions(self.use_mlflow, self.use_wandb, self.wandb_api_key, self.wandb_init_kwargs, more),
+        )
 
     def compile(  # type: ignore[override]
         self,
@@ -282,28 +289,66 @@ class CombeeOptimizer(dspy.GEPA):
             raise AssertionError("Trainset must be provided and non-empty")
         if teacher is not None:
             raise AssertionError("Teacher is not supported in DspyGEPA yet.")
-        learned = None
-        if traces is None:
-            from dspy_combee.runs.trace_state import refuse_trace_state
-
-            refuse_trace_state(self.log_dir)
-        else:
-            from dspy_combee.runs.trace_run import TraceRun
-
-            learned = TraceRun(self, student, traces, trainset or (), valset)
-            learned.execute()
-        if learned is not None and not trainset:
-            return self._finished(learned)
-        if valset is None:
+        if valset is None and trainset:
             logger.warning(NO_VALSET)
-        return Run(self, student, trainset or [], valset, learned).execute()
+        return self._compile(student, trainset or [], valset, traces)
 
-    def _finished(self, learned: Any) -> Any:
-        """The program of a run on traces that no search follows."""
-        program = learned.build_program()
-        if self.track_stats:
-            program.detailed_results = CombeeResult.from_traces(learned)
+    def _compile(self, student: Any, trainset: list[Any], valset: list[Any] | None, traces: Any) -> Any:
+        options, size = self._run_options(), self.reflection_minibatch_size
+        source = None
+        if traces is not None:
+            checked = check_traces(traces, [name for name, _ in student.named_predictors()])
+            source = trace_source(checked, size, self.num_epochs or 1, self.seed)
+        total = 0 if source is None else source.num_draws
+        if trainset:
+            budget = search_budget(self, student, trainset, valset)
+            limit = budget.max_metric_calls
+            total += budget.minibatch_rollouts if limit is None else limit
+        num_items = len(trainset) or (0 if source is None else len(source.items))
+        scope = RunScope(options, student, options.reflection_lm, num_items, total, size)
+        learner = self._make_learner(scope)
+        refuse_other_state(self.log_dir, learner.start(), with_traces=source is not None)
+        with scope.opened([*items_of(valset or []), *items_of(trainset)]):
+            loop = None
+            if source is not None:
+                loop = Loop(
+                    scope,
+                    learner,
+                    [source],
+                    valset or (),
+                    None if self.log_dir is None else Path(self.log_dir) / TRACE_STATE,
+                    self._trace_budget(student, trainset, valset),
+                    search_follows=bool(trainset),
+                )
+                loop.run(resume_steps=not has_gepa_state(self.log_dir))
+            if loop is not None and not trainset:
+                program = loop.build()
+                result = CombeeResult.from_traces(loop) if self.track_stats else None
+            else:
+                start, drawn = (None, 0) if loop is None else (loop.best, loop.num_drawn)
+                search = Search(self, scope, learner, trainset, valset, start, drawn)
+                found = search.run()
+                program = learner.build(found.candidates[found.best_idx])
+                result = CombeeResult.from_search(search, found) if self.track_stats else None
+        if result is not None:
+            program.detailed_results = result
         return program
+
+    def _make_learner(self, scope: RunScope) -> InstructionLearner:
+        maker = RecordMaker(
+            scope.scorer,
+            scope.executor,
+            self.add_format_failure_as_feedback,
+            self.warn_on_score_mismatch,
+            self.rollout_timeout,
+        )
+        proposer = self.proposer.for_run(scope.guard, scope.reflection_lm, self.seed)
+        return InstructionLearner(CandidateProgram(scope.student), proposer, maker)
+
+    def _trace_budget(self, student: Any, trainset: Sequence[Any], valset: Sequence[Any] | None) -> int | None:
+        """Return the metric calls that validation may take in steps on traces: half, where a search follows."""
+        total = self.budget_for(student, trainset, valset) if valset else None
+        return total // 2 if total is not None and trainset else total
 
     def budget_for(self, student: Any, trainset: Sequence[Any], valset: Sequence[Any] | None) -> int | None:
         """The budget of a run in metric calls, by `dspy.GEPA`'s rules; None when it is `num_epochs`.
@@ -314,7 +359,7 @@ class CombeeOptimizer(dspy.GEPA):
             valset: The valset, or None.
         """
         if self.auto is not None:
-            components = len(list(student.named_predictors())) + len(CombeeAdapter.flex_paths(student))
+            components = len(list(student.named_predictors())) + len(list(enumerate_flex_submodules(student)))
             budget: int = self.auto_budget(
                 num_preds=max(components, 1),
                 num_candidates=AUTO_RUN_SETTINGS[self.auto]["n"],

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from dspy.teleprompt.teleprompt import Teleprompter
 
 from dspy_combee.calls.executors import Executor
-from dspy_combee.controller.batch_size import PowerLawBatchSize
-from dspy_combee.learners.options import PlaybookOptions
+from dspy_combee.controller.batch_size import (
+    FixedSize,
+    PowerLawBatchSize,
+    ReplayedSizes,
+    check_minibatch_size,
+    resolve_sizer,
+)
+from dspy_combee.controller.sampling import Budget, EpochSampler
+from dspy_combee.learners.learner import check_traces
+from dspy_combee.learners.playbook import PlaybookLearner, PlaybookOptions, named_predictors
 from dspy_combee.playbook import Playbook
 from dspy_combee.playbook.records import PlaybookStep
-from dspy_combee.records.checks import check_examples
+from dspy_combee.records.checks import check_examples, check_int, check_lm, check_positive
 from dspy_combee.reduce.tree import Aggregator
-from dspy_combee.runs.playbook_run import PlaybookRun
+from dspy_combee.runs.loop import Loop, Source, trace_source
+from dspy_combee.runs.result import PlaybookResult
+from dspy_combee.runs.scope import RunOptions, RunScope
+from dspy_combee.runs.state import PLAYBOOK_STATE
+from dspy_combee.runs.tracking import TrackingOptions
 from dspy_combee.traces import Trace
 
 
@@ -84,6 +98,10 @@ class PlaybookOptimizer(Teleprompter):
         failure_score: The score of a rollout that failed.
         perfect_score: The highest score of the metric.
         track_stats: Whether the program carries `detailed_results`, a `PlaybookResult`.
+        use_wandb: As in `dspy.GEPA`: whether the steps of `compile` are logged to W&B.
+        wandb_api_key: As in `dspy.GEPA`.
+        wandb_init_kwargs: As in `dspy.GEPA`.
+        use_mlflow: As in `dspy.GEPA`: whether the steps of `compile` are logged to MLflow.
         verbose: Whether `compile` shows the progress line, in a terminal or a notebook.
 
     Raises:
@@ -118,26 +136,37 @@ class PlaybookOptimizer(Teleprompter):
         failure_score: float = 0.0,
         perfect_score: float = 1.0,
         track_stats: bool = False,
+        use_wandb: bool = False,
+        wandb_api_key: str | None = None,
+        wandb_init_kwargs: dict[str, Any] | None = None,
+        use_mlflow: bool = False,
         verbose: bool = True,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        check_lm("reflection_lm", reflection_lm)
+        self.minibatch_size = check_minibatch_size(minibatch_size, "minibatch_size")
+        check_positive("num_epochs", num_epochs)
+        self.num_epochs = num_epochs
+        for name, value in (("track_stats", track_stats), ("verbose", verbose)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, got {value!r}.")
         self.options = PlaybookOptions(
-            metric=metric,
-            reflection_lm=reflection_lm,
-            minibatch_size=minibatch_size,
-            num_epochs=num_epochs,
-            num_threads=num_threads,
-            seed=seed,
             duplication_factor=duplication_factor,
             num_groups=num_groups,
             aggregator=aggregator,
-            executor=executor,
             reflect_on=reflect_on,
             use_ground_truth=use_ground_truth,
             shared_playbook=shared_playbook,
             playbook=playbook,
             token_budget=token_budget,
             embedder=embedder,
+        )
+        self.run_options = RunOptions(
+            metric=metric,
+            reflection_lm=reflection_lm,
+            executor=executor,
+            num_threads=num_threads,
+            seed=check_int("seed", seed, None),
             log_dir=log_dir,
             step_callbacks=step_callbacks,
             max_reflection_cost=max_reflection_cost,
@@ -147,11 +176,14 @@ class PlaybookOptimizer(Teleprompter):
             perfect_score=perfect_score,
             track_stats=track_stats,
             verbose=verbose,
+            tracking=TrackingOptions(use_mlflow, use_wandb, wandb_api_key, wandb_init_kwargs),
         )
 
     def get_params(self) -> dict[str, Any]:
-        """The options, by keyword."""
-        return {field.name: getattr(self.options, field.name) for field in fields(self.options)}
+        """Return the options, by keyword."""
+        run = {**vars(self.run_options), **vars(self.run_options.tracking)}
+        names = inspect.signature(type(self)).parameters.keys()
+        return {name: {**run, **vars(self.options), **vars(self)}[name] for name in names}
 
     def compile(  # type: ignore[override]
         self,
@@ -197,7 +229,31 @@ class PlaybookOptimizer(Teleprompter):
         nothing = trainset is None or (isinstance(trainset, Sequence) and not trainset)
         examples = [] if nothing and traces is not None else check_examples("trainset", trainset or ())
         validation = None if valset is None else check_examples("valset", valset)
-        return PlaybookRun(self.options, student, examples, validation, traces=traces).execute()
+        options, size = self.run_options, self.minibatch_size
+        budget = Budget(len(examples), 0, num_epochs=self.num_epochs)
+        # A list replays a whole run, the steps on traces included: both sources draw from one.
+        replayed = ReplayedSizes(size) if isinstance(size, list) else None
+        sources = []
+        if traces is not None:
+            predictors = [name for name, _ in named_predictors(student)]
+            sources.append(
+                trace_source(check_traces(traces, predictors), size, self.num_epochs, options.seed, replayed)
+            )
+        if examples:
+            sizer = replayed or resolve_sizer(size, len(examples), budget.minibatch_rollouts, 1)
+            sources.append(Source(examples, EpochSampler(sizer, budget, options.seed)))
+        total = sum(source.num_draws for source in sources)
+        num_items = len(examples) or len(sources[0].items)
+        scope = RunScope(options, student, options.reflection_lm, num_items, total, size)
+        learner = PlaybookLearner(self.options, student, scope.tools())
+        state_path = None if options.log_dir is None else Path(options.log_dir) / PLAYBOOK_STATE
+        loop = Loop(scope, learner, sources, validation or (), state_path)
+        with scope.opened([*examples, *(validation or ())]):
+            loop.run()
+        program = loop.build()
+        if options.track_stats:
+            program.detailed_results = PlaybookResult.from_loop(loop, learner.program.by_predictor(loop.best))
+        return program
 
     def learn(self, program: Any, examples: Sequence[Any]) -> tuple[list[Any], Any]:
         """Predict a window of examples, then learn from it, online.
@@ -222,7 +278,17 @@ class PlaybookOptimizer(Teleprompter):
             ValueError: If there are no examples.
         """
         window = check_examples("examples", examples)
-        run = PlaybookRun(self.options, program, window, online=True)
-        learned = run.execute()
-        by_position = dict(zip(run.steps[0].minibatch_ids, run.rollouts, strict=True))
+        size = FixedSize(len(window))
+        # Nothing is saved and nothing shown of a window: the next one goes on from the program.
+        options = replace(self.run_options, log_dir=None, verbose=False, track_stats=True, tracking=TrackingOptions())
+        scope = RunScope(options, program, options.reflection_lm, len(window), len(window))
+        learner = PlaybookLearner(self.options, program, scope.tools(), online=True)
+        sampler = EpochSampler(size, Budget(len(window), 0, num_epochs=1), options.seed)
+        loop = Loop(scope, learner, [Source(window, sampler)])
+        with scope.opened(window):
+            loop.run()
+        learned = loop.build()
+        if self.run_options.track_stats:
+            learned.detailed_results = PlaybookResult.from_loop(loop, learner.program.by_predictor(loop.best))
+        by_position = dict(zip(loop.ids, loop.evidence, strict=True))
         return [by_position[position].prediction for position in range(len(window))], learned

@@ -513,7 +513,7 @@ def resolve_sizer(size: Any, num_examples: int, budget_rollouts: int, num_tasks:
     return ControlledSize(policy, num_examples, budget_rollouts, num_tasks)
 
 
-def check_minibatch_size(size: Any) -> Any:
+def check_minibatch_size(size: Any, name: str = "reflection_minibatch_size") -> Any:
     """Refuse what is no `reflection_minibatch_size`.
 
     Returns:
@@ -523,9 +523,9 @@ def check_minibatch_size(size: Any) -> Any:
         TypeError: If it is of no kind that is known.
         ValueError: If a size is below 1, a list is empty, or a name is not `"auto"`.
     """
-    if size is None or isinstance(size, PowerLawBatchSize):
-        return size
-    expected = "reflection_minibatch_size must be an int, a list or tuple of ints, 'auto' or a PowerLawBatchSize"
+    if isinstance(size, PowerLawBatchSize) or (size is None and name == "reflection_minibatch_size"):
+        return size  # None leaves the minibatches to a batch_sampler of GEPA's.
+    expected = f"{name} must be an int, a list or tuple of ints, 'auto' or a PowerLawBatchSize"
     if isinstance(size, str):
         if size != "auto":
             raise ValueError(f"{expected}, got {size!r}.")
@@ -534,6 +534,6 @@ def check_minibatch_size(size: Any) -> Any:
     if any(isinstance(n, bool) or not isinstance(n, Integral) for n in sizes):
         raise TypeError(f"{expected}, got {size!r}.")
     if not sizes:
-        raise ValueError("reflection_minibatch_size is an empty list: give one size for each step to replay.")
-    made = [check_int("reflection_minibatch_size", n) for n in sizes]
+        raise ValueError(f"{name} is an empty list: give one size for each step to replay.")
+    made = [check_int(name, n) for n in sizes]
     return made if sizes is size else made[0]

@@ -129,6 +129,10 @@ class Learner(Protocol[State]):
         """Return what the log says of a step, beside what it says of every step."""
         return ""
 
+    def summary(self, state: State) -> str:
+        """Return what the log says of the state that a run ends with."""
+        return ""
+
     def facts(self, step: StepRecord) -> dict[str, Any]:
         """Return what the progress line shows of a step, beside what it shows of every step."""
         return {}

@@ -97,6 +97,17 @@ SHARED = "shared"
 Playbooks = Mapping[str, Playbook]
 
 
+def named_predictors(program: Any) -> list[tuple[str, Any]]:
+    """Return the predictors of a program by name.
+
+    Raises:
+        TypeError: If it is no DSPy program.
+    """
+    if not isinstance(program, dspy.Module):
+        raise TypeError(f"the program must be a dspy.Module, got {type(program).__name__}.")
+    return list(program.named_predictors())
+
+
 class PlaybookProgram:
     """Take the playbooks off a program and build programs with others.
 
@@ -112,14 +123,12 @@ class PlaybookProgram:
     """
 
     def __init__(self, student: Any, shared: bool) -> None:
-        if not hasattr(student, "named_predictors"):
-            raise TypeError(f"the program must be a dspy.Module, got {type(student).__name__}.")
         self.student = student
         self.copier = ProgramCopier(student)
         self._found: dict[str, Playbook | None] = {}
         self.bases: dict[str, str] = {}
         """Each predictor's instruction without its playbook."""
-        for name, predictor in student.named_predictors():
+        for name, predictor in named_predictors(student):
             self.bases[name], self._found[name] = detach(predictor.signature.instructions)
         if not self.bases:
             raise ValueError("the program has no predictor, so there is nothing that a playbook could stand in.")
@@ -316,6 +325,10 @@ class PlaybookLearner(Learner[Playbooks]):
             return ""
         used = len(step.reflections) - len(step.unused_reflections)
         return f"{used} of {len(step.reflections)} reflections used, {step.bullets} bullets, {step.tokens} tokens"
+
+    def summary(self, state: Playbooks) -> str:
+        """See `Learner.summary`."""
+        return f"{sum(len(playbook) for playbook in state.values())} bullets"
 
     def facts(self, step: StepRecord) -> dict[str, Any]:
         """See `Learner.facts`."""

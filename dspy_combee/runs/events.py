@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dspy_combee.controller.batch_size import StepTiming
-from dspy_combee.controller.budget import Ledger
 from dspy_combee.controller.sampling import EpochSampler
-from dspy_combee.records.secrecy import shorten, traceback_of
+from dspy_combee.records.secrecy import shorten
 from dspy_combee.records.types import Reduction, Rollout, StepRecord, Usage
-from dspy_combee.report.step_log import StepLog
+from dspy_combee.runs.scope import RunScope
 
 logger = logging.getLogger("dspy_combee")
 
@@ -22,7 +21,7 @@ REPEATED = "the same proposal again"
 
 
 class _Task:
-    """What is known so far of one proposal of the step under way."""
+    """Collect what is known so far of one proposal of the step under way."""
 
     def __init__(self, parent: int) -> None:
         self.parent = parent
@@ -37,48 +36,28 @@ class _Task:
 
 
 class StepRecorder:
-    """A GEPA callback that keeps the account of the run.
-
-    Attributes:
-        records: The steps so far; the last alone where they are on disk or not `kept`.
-        state: GEPA's state, from the first step on.
-        iteration: GEPA's iteration, from 1; 0 before the first.
-        ledger: What was spent, by phase.
-        batch_sizes: n of each step of the whole run, those before a resume included.
+    """Make a `StepRecord` of each proposal from GEPA's events, as a GEPA callback.
 
     Args:
+        scope: The run, which keeps the records.
         sampler: The run's sampler, which is told how long each step took; None where the user gave one.
-        clock: Gives the seconds by which the controller goes.
-        listeners: Called with each step when it has ended.
-        log: Holds the steps on disk, for a resumed run.
-        kept: Whether the steps, with all prompts and replies, are wanted after the run.
+        steps_before: Steps that the run made before the search, on traces.
     """
 
-    def __init__(
-        self,
-        sampler: EpochSampler | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        listeners: Sequence[Callable[[StepRecord], Any]] = (),
-        log: StepLog | None = None,
-        kept: bool = True,
-    ) -> None:
-        self.log = log
-        self.kept = kept
+    def __init__(self, scope: RunScope, sampler: EpochSampler | None = None, steps_before: int = 0) -> None:
+        self.scope = scope
         self.sampler = sampler
-        self.clock = clock
-        self.listeners = listeners
-        self._run_started = self._marked = time.monotonic()
-        self._phases: dict[str, float] = {}
-        self.ledger = Ledger()
-        self.batch_sizes: list[int] = []
+        self.state: Any = None
+        """GEPA's state, from the first step on."""
+        self.iteration = self._steps_before = steps_before
+        """GEPA's iteration, the steps before it included."""
         self.accepted_last = False
+        self._metric_calls_before = scope.spent.metric_calls
+        self._phases: dict[str, float] = {}
+        self._marked = time.monotonic()
         self._evaluations: set[tuple[str, str]] = set()
         self._minibatch = False
         self._usage = Usage()
-        self.records: list[StepRecord] = []
-        self.state: Any = None
-        self.iteration = 0
-        self._steps_before = self._metric_calls_before = 0
         self._tasks: list[_Task] = []
         self._entered: dict[int, dict[str, str]] = {}
         self._scores: dict[int, float] = {}
@@ -87,45 +66,15 @@ class StepRecorder:
         self._started = 0.0
         self._evaluated: float | None = None
 
-    def add(self, record: StepRecord) -> None:
-        """Take in a step that was made without GEPA."""
-        self._keep([record])
-        self.batch_sizes.append(record.n)
-        self._tell(record)
-
-    @property
-    def steps(self) -> list[StepRecord]:
-        """The steps so far, where they are kept."""
-        if self.log is not None and self.kept:
-            try:
-                return self.log.read()
-            except (OSError, ValueError) as error:
-                logger.warning("The steps cannot be read: %s", error)
-        return list(self.records)
-
-    def _keep(self, records: Sequence[StepRecord]) -> None:
-        if self.kept and self.log is None:
-            self.records.extend(records)
-        elif records:
-            self.records = [records[-1]]
-
-    def follow(self, before: StepRecorder) -> None:
-        """Go on counting where another recorder ended, whose steps come before those of this one."""
-        self.records = list(before.records)
-        self.batch_sizes = list(before.batch_sizes)
-        self.ledger.set_state(before.ledger.get_state())
-        self._steps_before = self.iteration = len(before.batch_sizes)
-        self._metric_calls_before = before.ledger.spent.metric_calls
-
     def on_iteration_start(self, event: Any) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.state = event["state"]
         self.iteration = event["iteration"] + self._steps_before
         self._tasks = []
         self._entered = {}
         self._rejections = []
         self._error = ""
-        self._started = self.clock()
+        self._started = self.scope.clock()
         self._evaluated = None
         self._minibatch = False
         self._usage = Usage()
@@ -133,45 +82,39 @@ class StepRecorder:
         self._marked = time.monotonic()
 
     def on_evaluation_start(self, event: Any) -> None:
-        """The rollouts that come are those of a minibatch, until the evaluation ends."""
+        """Take the rollouts that come for those of a minibatch, until the evaluation ends."""
         self._minibatch = True
         if event["candidate_idx"] is None:
             self._mark("reflection")
 
     def _mark(self, phase: str) -> None:
-        """The time since the last mark was this phase's."""
+        """Add the time since the last mark to this phase."""
         now = time.monotonic()
         self._phases[phase] = self._phases.get(phase, 0.0) + now - self._marked
         self._marked = now
 
-    def note_rollouts(self, rollouts: Sequence[Rollout], traced: bool, cut_short: Usage) -> None:
-        """Rollouts have been made, with traces or without; only those of a minibatch are announced by GEPA.
-
-        Args:
-            rollouts: The rollouts.
-            traced: Whether they were made with traces.
-            cut_short: What others had used that were cut short and made again.
-        """
+    def note_rollouts(self, rollouts: Sequence[Rollout], traced: bool) -> None:
+        """Account for rollouts, made with traces or without; only those of a minibatch are announced by GEPA."""
         phase = "validation"
         if traced and self._minibatch:
             phase = "profiling" if self._decision is not None and self._decision.profiling else "rollouts"
             self._usage = sum((rollout.usage for rollout in rollouts), self._usage)
-        self.ledger.add_rollouts(phase, rollouts, cut_short)
+        self.scope.note_rollouts(phase, rollouts)
 
     @property
     def _decision(self) -> Any:
         return None if self.sampler is None else self.sampler.decision
 
     def on_candidate_selected(self, event: Any) -> None:
-        """A parent has been chosen: one proposal will come of it."""
+        """Note a parent: one proposal will come of it."""
         self._tasks.append(_Task(event["candidate_idx"]))
 
     def on_minibatch_sampled(self, event: Any) -> None:
-        """The minibatch of the last chosen parent."""
+        """Note the minibatch of the last chosen parent."""
         self._tasks[-1].minibatch_ids = tuple(event["minibatch_ids"])
 
     def on_evaluation_end(self, event: Any) -> None:
-        """A parent or a child has been run on its minibatch, in the order of the proposals."""
+        """Note the scores of a parent or a child on its minibatch, in the order of the proposals."""
         self._minibatch = False
         self._mark("rollouts")
         if event["candidate_idx"] is not None:
@@ -179,24 +122,24 @@ class StepRecorder:
             if task is not None:
                 task.scores_before = event["scores"]
             return
-        self._evaluated = self.clock()
+        self._evaluated = self.scope.clock()
         task = next((t for t in self._tasks if t.child is not None and not t.scores_after), None)
         if task is not None:
             task.scores_after = event["scores"]
 
     def on_evaluation_skipped(self, event: Any) -> None:
-        """A parent's minibatch gives nothing to reflect on."""
+        """Note that a parent's minibatch gives nothing to reflect on."""
         task = self._task_of(event["scores"])
         if task is not None:
             task.reason = event["reason"]
 
     def on_valset_evaluated(self, event: Any) -> None:
-        """A child has entered the pool; `on_candidate_accepted` follows."""
+        """Note that a child has entered the pool; `on_candidate_accepted` follows."""
         self._entered[event["candidate_idx"]] = event["candidate"]
         self._scores[event["candidate_idx"]] = event["average_score"]
 
     def on_candidate_accepted(self, event: Any) -> None:
-        """The child with this minibatch score has entered the pool."""
+        """Find the task whose child with this minibatch score has entered the pool."""
         index = event["new_candidate_idx"]
         fits = [
             task
@@ -214,17 +157,17 @@ class StepRecorder:
             fits[0].candidate = index
 
     def on_candidate_rejected(self, event: Any) -> None:
-        """A child has not entered the pool; GEPA reports these in the order of the proposals."""
+        """Note that a child has not entered the pool; GEPA reports these in the order of the proposals."""
         self._rejections.append((event["old_score"], event["new_score"], event["reason"]))
 
     def on_error(self, event: Any) -> None:
-        """The step has raised; `on_iteration_end` follows."""
+        """Note what the step has raised; `on_iteration_end` follows."""
         error = event["exception"]
         self._error = f"the step raised {type(error).__name__}: {shorten(error)}"
 
     def on_iteration_end(self, event: Any) -> None:
-        """The step is over: its records are made."""
-        ended = self.clock()
+        """End the step: make its records."""
+        ended = self.scope.clock()
         evaluated = ended if self._evaluated is None else self._evaluated
         self._mark("validation" if self._entered else "reflection")
         records: list[StepRecord] = []
@@ -239,17 +182,10 @@ class StepRecorder:
             elif task.candidate is None and not task.reason:
                 task.reason = self._error or ("" if task.reflected else "no reflection records")
             records.append(self._record(task, evaluated - self._started, ended - evaluated))
-        self._keep(records)
-        self._close(records, event["proposal_accepted"])
-
-    def _close(self, records: Sequence[StepRecord], accepted: bool) -> None:
-        self.accepted_last = accepted
-        if not records:
-            return
-        self.batch_sizes.extend(record.n for record in records)
-        for record in records:
-            self._tell(record)
-        if self.sampler is not None:
+        self.scope.log_steps(records)
+        self.scope.tell_listeners(records)
+        self.accepted_last = event["proposal_accepted"]
+        if self.sampler is not None and records:
             first, num_examples = records[0], self.sampler.budget.num_examples
             logger.info(
                 "Step %d: n = %d took %.3g s, an epoch at this speed %.3g s (%.3g s with validation).",
@@ -259,23 +195,10 @@ class StepRecorder:
                 first.epoch_seconds(num_examples),
                 first.epoch_seconds(num_examples, with_validation=True),
             )
-            self.sampler.observe(StepTiming(first.n, len(records), first.seconds, self._flaw(records)))
+            self.sampler.observe(StepTiming(first.n, len(records), first.seconds, self._invalid_reason(records)))
 
-    def _tell(self, record: StepRecord) -> None:
-        """Tell the listeners; one that fails does not end a run that has been paid for."""
-        if self.log is not None:
-            try:
-                self.log.append(record)
-            except Exception as error:
-                logger.warning("Step %d is not in %s yet: %s", record.iteration, self.log.path, error)
-        for listener in self.listeners:
-            try:
-                listener(record)
-            except Exception as error:
-                logger.warning("A step callback raised an error; the run goes on.\n%s", traceback_of(error))
-
-    def _flaw(self, records: Sequence[StepRecord]) -> str:
-        """Why the step's time is no measurement of its size; empty when it is one."""
+    def _invalid_reason(self, records: Sequence[StepRecord]) -> str:
+        """Say why the step's time is no measurement of its size; empty when it is one."""
         for record in records:
             if not record.scores_after:
                 return record.reason or "it made no candidate"
@@ -289,26 +212,24 @@ class StepRecorder:
         return ""
 
     def get_state(self) -> dict[str, Any]:
-        """What a resumed run needs to go on counting."""
+        """Return what a resumed run needs to go on counting."""
         return {
-            "batch_sizes": list(self.batch_sizes),
-            "spent": self.ledger.get_state(),
+            "batch_sizes": list(self.scope.batch_sizes),
+            "spent": self.scope.spent_without_reflection,
             "evaluations": sorted(self._evaluations),
             "iteration": self.iteration,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from the account of another run."""
-        self.batch_sizes = list(state["batch_sizes"])
-        self.ledger.set_state(state["spent"])
+        """Continue from the account of another run."""
+        self.scope.batch_sizes = list(state["batch_sizes"])
+        self.scope.restore(state["spent"])
         self._evaluations = set(state["evaluations"])
         self.iteration = state["iteration"]
-        if self.log is not None:
-            self.records = []
-            self._keep(self.log.resume(state["iteration"] + 1))
+        self.scope.resume_steps(state["iteration"] + 1)
 
     def repeat_of(self, scores: Any, child: dict[str, str]) -> str | None:
-        """Why a child need not be evaluated: it is a candidate already, or was evaluated on the same examples.
+        """Say why a child need not be evaluated: it is a candidate already, or was evaluated on the same examples.
 
         Args:
             scores: The parent's scores on the minibatch (the very list of GEPA's events).
@@ -330,7 +251,7 @@ class StepRecorder:
         made: Sequence[Reduction],
         repeated: str | None = None,
     ) -> None:
-        """Reflection on the minibatch with these scores (the very list of GEPA's events) has ended.
+        """Note what reflection on the minibatch with these scores (the very list of GEPA's events) gave.
 
         Args:
             scores: The parent's scores.
@@ -377,14 +298,13 @@ class StepRecorder:
             num_tasks=sum(t.scores_before is not None for t in self._tasks),
             phase_seconds=dict(self._phases),
             metric_calls=self.state.total_num_evals + self._metric_calls_before,
-            elapsed=time.monotonic() - self._run_started,
+            elapsed=self.scope.elapsed,
             validation_score=None if task.candidate is None else self._scores.get(task.candidate),
             best_score=max(self.state.program_full_scores_val_set, default=None),
         )
 
 
 def _evaluation_key(candidate: dict[str, str], ids: Sequence[Any]) -> tuple[str, str]:
-    """Digests of a candidate and of a set of examples."""
     return _digest(sorted(candidate.items())), _digest(sorted(map(str, ids)))
 
 

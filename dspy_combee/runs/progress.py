@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 
 class ProgressLine:
-    """One tqdm line: rollouts of the budget, step, n, best score, reflection calls, dollars, time left.
+    """Show one tqdm line: rollouts of the budget, step, n, best score, reflection calls, dollars, time left.
 
     It shows in a terminal and in a notebook, and nowhere else. It reaches its end when the run does, and only then.
 
@@ -28,7 +28,7 @@ class ProgressLine:
         self._done = 0
 
     def advance(self, rollouts: int, before: int) -> None:
-        """More rollouts are done.
+        """Count more rollouts.
 
         Args:
             rollouts: How many.
@@ -41,7 +41,7 @@ class ProgressLine:
             self._bar.update(reached - self._bar.n)
 
     def _highest(self, done: int) -> int:
-        """The most that may show before the end: tqdm rounds, and 99.5 % would show as 100."""
+        """Return the most that may show before the end: tqdm rounds, and 99.5 % would show as 100."""
         return done if self.total is None else max(0, min(done, math.ceil(0.995 * self.total) - 1))
 
     def show(self, **facts: Any) -> None:
@@ -49,7 +49,7 @@ class ProgressLine:
         self._bar.set_postfix({name: _short(value) for name, value in facts.items() if value is not None})
 
     def close(self, finished: bool) -> None:
-        """The run is over: by itself, or by an error, which leaves the line where it is."""
+        """End the line with the run; an error leaves it where it is."""
         if finished:
             self._bar.total = max(self._done, 1)
             self._bar.n = self._bar.total

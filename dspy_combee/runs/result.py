@@ -1,20 +1,26 @@
-"""`CombeeResult`: what a run leaves behind."""
+"""`CombeeResult` and `PlaybookResult`: what a run leaves behind."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import dspy
 from dspy.teleprompt.gepa.gepa import DspyGEPAResult
 
+from dspy_combee.learners.provenance import BulletProvenance, bullet_ids, trace_bullet
+from dspy_combee.playbook import Playbook
+from dspy_combee.playbook.records import PlaybookStep
 from dspy_combee.records.provenance import Provenance, trace_back
 from dspy_combee.records.types import Spent, StepRecord
 from dspy_combee.report.of_run import RunReport
-from dspy_combee.runs.events import REPEATED, StepRecorder
+from dspy_combee.runs.events import REPEATED
 
 if TYPE_CHECKING:
-    from dspy_combee.runs.trace_run import TraceRun
+    from dspy_combee.runs.loop import Loop
+    from dspy_combee.runs.scope import RunScope
+    from dspy_combee.runs.search import Search
 
 
 @dataclass(frozen=True)
@@ -62,32 +68,29 @@ class CombeeResult(RunReport, DspyGEPAResult):
         return sum(step.reason.startswith(REPEATED) for step in self.steps)
 
     @staticmethod
-    def from_run(gepa_result: Any, adapter: Any, recorder: StepRecorder, spent: Spent) -> CombeeResult:
-        """The result of a run: gepa's own, the adapter that builds its candidates, and the account of the steps."""
-        base = DspyGEPAResult.from_gepa_result(gepa_result, adapter)
-        return CombeeResult(
-            **vars(base), steps=tuple(recorder.steps), batch_sizes=tuple(recorder.batch_sizes), spent=spent
-        )
+    def from_search(search: Search, gepa_result: Any) -> CombeeResult:
+        """Return the result of a search: gepa's own, and the account of the steps."""
+        base = DspyGEPAResult.from_gepa_result(gepa_result, search.adapter)
+        return CombeeResult(**vars(base), **_account(search.scope))
 
     @staticmethod
-    def from_traces(learned: TraceRun) -> CombeeResult:
-        """The result of a run on traces that no search followed."""
-        state, scores = learned.state, learned.state.scores
-        metric_calls = learned.spent.metric_calls
+    def from_traces(loop: Loop[Any]) -> CombeeResult:
+        """Return the result of a run on traces that no search followed."""
+        state, scope = loop.state, loop.scope
+        scores = state.best_scores or ()
+        metric_calls = scope.spent.metric_calls
         return CombeeResult(
-            candidates=[learned.build_program()],
+            candidates=[loop.build()],
             parents=[[None]],
-            val_aggregate_scores=[] if state.score is None else [state.score],
-            val_subscores=[dict(enumerate(scores or ()))],
-            per_val_instance_best_candidates={index: {0} for index in range(len(scores or ()))},
+            val_aggregate_scores=[] if state.best_score is None else [state.best_score],
+            val_subscores=[dict(enumerate(scores))],
+            per_val_instance_best_candidates={index: {0} for index in range(len(scores))},
             discovery_eval_counts=[metric_calls],
             total_metric_calls=metric_calls,
-            num_full_val_evals=metric_calls // len(learned.valset) if learned.valset else 0,
-            log_dir=learned.optimizer.log_dir,
-            seed=learned.optimizer.seed,
-            steps=tuple(learned.recorder.steps),
-            batch_sizes=tuple(learned.recorder.batch_sizes),
-            spent=learned.spent,
+            num_full_val_evals=metric_calls // len(loop.valset) if loop.valset else 0,
+            log_dir=scope.log_dir,
+            seed=scope.options.seed,
+            **_account(scope),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,3 +113,72 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     return str(value)
+
+
+@dataclass(frozen=True)
+class PlaybookResult(RunReport):
+    """What a run of `PlaybookOptimizer` leaves behind.
+
+    Attributes:
+        playbooks: The playbook of each predictor in the program that was returned, with its reflection ids.
+        best_score: Its mean score on the validation examples; None without a valset.
+        steps: The steps of the run, in order; after a resume without `log_dir`'s `steps.jsonl`, those since.
+        batch_sizes: n of each step of the run, those before a resume included. Given as `minibatch_size` it
+            replays the run.
+        spent: What the run has spent, by phase.
+        best_step: The step after which the playbooks stood so; 0 for the start, None where that is not known.
+    """
+
+    playbooks: Mapping[str, Playbook]
+    best_score: float | None
+    steps: tuple[PlaybookStep, ...]
+    batch_sizes: tuple[int, ...]
+    spent: Spent
+    best_step: int | None = None
+
+    def provenance(self, bullet_id: str, predictor: str | None = None) -> list[BulletProvenance]:
+        """The changes that led to a bullet, the last one first.
+
+        Each says which reflections fed it, from which examples, and which examples of its step were lost.
+
+        Args:
+            bullet_id: Id of a bullet, such as `calc-00003`; one that had left the playbook by then will do.
+            predictor: The predictor whose playbook it is; may be left out where one playbook alone has such a bullet.
+
+        Raises:
+            ValueError: If there is no such bullet, or there are several.
+        """
+        steps = [step for step in self.steps if self.best_step is None or step.iteration <= self.best_step]
+        components = {change.component for step in self.steps for change in step.changes}
+        found: dict[str, str] = {}
+        for name, playbook in self.playbooks.items():
+            component = name if name in components else next(iter(components), name)
+            known = {bullet.id for bullet in playbook} | bullet_ids(steps, component)
+            if predictor in (None, name) and bullet_id in known:
+                found.setdefault(component, name)
+        if len(found) != 1:
+            what = f"several bullets {bullet_id!r}: give the predictor" if found else f"no bullet {bullet_id!r}"
+            where = "" if predictor is None else f" of {predictor!r}"
+            raise ValueError(f"There is {what} in the playbooks{where}; predictors: {sorted(self.playbooks)}.")
+        return trace_bullet(steps, next(iter(found)), bullet_id)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain values that JSON takes; playbooks in their text form."""
+        return {
+            "playbooks": {name: playbook.to_text() for name, playbook in self.playbooks.items()},
+            "best_score": self.best_score,
+            "steps": [step.to_dict() for step in self.steps],
+            "batch_sizes": list(self.batch_sizes),
+            "spent": self.spent.to_dict(),
+        }
+
+    @staticmethod
+    def from_loop(loop: Loop[Any], playbooks: Mapping[str, Playbook]) -> PlaybookResult:
+        """Return the result of a run with these playbooks, by predictor."""
+        return PlaybookResult(
+            playbooks=playbooks, best_score=loop.state.best_score, best_step=loop.best_step, **_account(loop.scope)
+        )
+
+
+def _account(scope: RunScope) -> dict[str, Any]:
+    return {"steps": tuple(scope.steps), "batch_sizes": tuple(scope.batch_sizes), "spent": scope.spent}

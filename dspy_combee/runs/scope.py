@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class RunOptions:
     perfect_score: float
     track_stats: bool
     verbose: bool
-    tracking: TrackingOptions = TrackingOptions()
+    tracking: TrackingOptions = field(default_factory=TrackingOptions)
 
     def __post_init__(self) -> None:
         _check_metric(self.metric)
@@ -99,7 +99,6 @@ class RunScope:
         num_examples: N, the size of the trainset (or the number of traces), for the trackers.
         total: Rollouts, or examples, that the progress line counts to; None where that is not known.
         minibatch_size: The minibatch size as it was given, whose controller may have a clock of its own.
-        scorer: Scores the predictions. Default: one for the options.
     """
 
     def __init__(
@@ -159,11 +158,16 @@ class RunScope:
                 self.stage.check(self.student, examples)
                 stack.enter_context(in_use(self.executor))
             stack.enter_context(self.tracking.opened())
-            yield
+            try:
+                yield
+            except BaseException:
+                self.progress.close(finished=False)
+                raise
+            self.progress.close(finished=True)
 
     @contextmanager
     def running(self, best_program: Callable[[], Any], resumable: Callable[[], str]) -> Iterator[None]:
-        """See a run to its end: what is raised carries the best program, and the progress line is closed.
+        """See a run to its end: what is raised carries the best program, and an interrupt says how to go on.
 
         Args:
             best_program: Builds the best program so far.
@@ -172,7 +176,6 @@ class RunScope:
         try:
             yield
         except BaseException as error:
-            self.progress.close(finished=False)
             error.best_program = best_program()  # type: ignore[attr-defined]
             if isinstance(error, KeyboardInterrupt):
                 logger.warning("Interrupted; %s", resumable())
@@ -203,7 +206,7 @@ class RunScope:
 
     def note_rollouts(self, phase: str, rollouts: Sequence[Rollout]) -> None:
         """Account for rollouts of a phase: `"profiling"`, `"rollouts"` or `"validation"`; each is one metric call."""
-        usage = sum((rollout.usage for rollout in rollouts), self.stage.aborted_usage.take())
+        usage = sum((rollout.usage for rollout in rollouts), self.stage.cut_short.take())
         self._spent = self._spent.plus(phase, len(rollouts), usage)
 
     def note_feedback(self, metric_calls: int, usage: Usage) -> None:
@@ -237,12 +240,26 @@ class RunScope:
         if self.step_log is not None:
             self._keep(self.step_log.resume(iteration))
 
-    def keep_steps(self, records: Sequence[StepRecord]) -> None:
-        """Take in the steps of an iteration: keep them, log them, tell the listeners."""
+    def log_steps(self, records: Sequence[StepRecord]) -> None:
+        """Take in the steps of an iteration, on disk too; a step log that cannot be written ends no run."""
         self._keep(records)
         self.batch_sizes.extend(record.n for record in records)
+        if self.step_log is None:
+            return
         for record in records:
-            self._tell(record)
+            try:
+                self.step_log.append(record)
+            except Exception as error:
+                logger.warning("Step %d is not in %s yet: %s", record.iteration, self.step_log.path, error)
+
+    def tell_listeners(self, records: Sequence[StepRecord]) -> None:
+        """Tell progress line, trackers and callbacks of steps; one that fails ends no run that has been paid for."""
+        for record in records:
+            for listener in (self._show, self.tracking, *self.options.step_callbacks):
+                try:
+                    listener(record)
+                except Exception as error:
+                    logger.warning("A step callback raised an error; the run goes on.\n%s", traceback_of(error))
 
     def _keep(self, records: Sequence[StepRecord]) -> None:
         """Hold the steps in memory where they are wanted after the run and are not on disk; else the last one."""
@@ -250,19 +267,6 @@ class RunScope:
             self._steps.extend(records)
         elif records:
             self._steps = [records[-1]]
-
-    def _tell(self, record: StepRecord) -> None:
-        """Tell the listeners; one that fails does not end a run that has been paid for."""
-        if self.step_log is not None:
-            try:
-                self.step_log.append(record)
-            except Exception as error:
-                logger.warning("Step %d is not in %s yet: %s", record.iteration, self.step_log.path, error)
-        for listener in (self._show, self.tracking, *self.options.step_callbacks):
-            try:
-                listener(record)
-            except Exception as error:
-                logger.warning("A step callback raised an error; the run goes on.\n%s", traceback_of(error))
 
     def _show(self, record: StepRecord) -> None:
         usage = self.guard.meter.usage

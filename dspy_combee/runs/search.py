@@ -1,185 +1,131 @@
-"""`Run`: one call of `CombeeOptimizer.compile`, with parts of its own, so that calls do not meet."""
+"""`Search`: GEPA's engine over a trainset, with Map, Shuffle and Reduce in its seams."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import cloudpickle
+import dspy
 import gepa
 from gepa.core.data_loader import ensure_loader
+from gepa.core.state import GEPAState
+from gepa.gepa_utils import json_default
+from gepa.proposer.reflective_mutation.reflection_lm import ReflectionProposal
 from gepa.strategies.eval_policy import EvaluationPolicy, FullEvaluationPolicy
 
-from dspy_combee.controller.batch_size import PowerLawBatchSize, resolve_sizer
+from dspy_combee.calls.guard import late_reason
+from dspy_combee.calls.lm_calls import audible, hearing, usage_of
+from dspy_combee.controller.batch_size import resolve_sizer
 from dspy_combee.controller.sampling import Budget, BudgetedSampling, EpochSampler, resolve_selector, tasks_per_step
-from dspy_combee.records.secrecy import hide_secrets, keeping_secret
-from dspy_combee.records.types import Rollout, Spent, StepRecord, Usage
+from dspy_combee.learners.instruction import Candidate, CombeeProposer, InstructionLearner, Job, to_proposal
+from dspy_combee.records.errors import CombeeError, OutOfBudgetError, ReflectionError
+from dspy_combee.records.secrecy import hide_secrets, shorten
+from dspy_combee.records.types import Reduction, Rollout
 from dspy_combee.reduce.shuffle import default_num_groups
-from dspy_combee.report.step_log import StepLog, alone_in
+from dspy_combee.rollouts.feedback import raise_if_provider
+from dspy_combee.runs.adapter import CombeeAdapter
 from dspy_combee.runs.events import StepRecorder
-from dspy_combee.runs.parts import (
-    has_gepa_state,
-    make_adapter,
-    make_executor,
-    make_reflection,
-    output_saver,
-    ready_to_run,
-    refuse_other_state,
-    secrets_in_run,
-)
-from dspy_combee.runs.progress import ProgressLine
-from dspy_combee.runs.reflection import RunReflection
-from dspy_combee.runs.result import CombeeResult
-from dspy_combee.runs.tracking import StepTracking, has_wandb_run
-
-if TYPE_CHECKING:
-    from dspy_combee.runs.trace_run import TraceRun
+from dspy_combee.runs.scope import FAILED_STEPS, RunScope
+from dspy_combee.runs.state import TRACE_STATE
 
 logger = logging.getLogger("dspy_combee")
 
+GEPA_STATE = "gepa_state.bin"
 
-class Run:
-    """One run of the optimizer.
+
+class Search:
+    """Search for better instructions on a trainset, in one run of a `CombeeOptimizer`.
 
     Args:
         optimizer: The `CombeeOptimizer`; it holds the options and is not changed.
-        student: The program.
+        scope: The run.
+        learner: The program, and what rewrites its instructions.
         trainset: Examples to learn from.
         valset: Examples that decide; None for the trainset.
-        learned: What was learned from traces before, where the search starts; None for the student.
+        start: What was learned from traces before, where the search starts; None for the student's own texts.
+        drawn_before: How many traces were read before.
     """
 
     def __init__(
         self,
         optimizer: Any,
-        student: Any,
+        scope: RunScope,
+        learner: InstructionLearner,
         trainset: list[Any],
         valset: list[Any] | None,
-        learned: TraceRun | None = None,
+        start: Candidate | None = None,
+        drawn_before: int = 0,
     ) -> None:
         self.optimizer = optimizer
+        self.scope = scope
         self.trainset = trainset
         self.valset = valset or trainset
         self.extra = dict(optimizer.gepa_kwargs)
         self.use_merge = optimizer.use_merge
-        self.steps_before = 0 if learned is None else learned.state.step
-        self.metric_calls_before = 0 if learned is None else learned.recorder.ledger.spent.metric_calls
-        max_metric_calls = optimizer.budget_for(student, trainset, valset)
-        self.budget = Budget(
-            num_examples=len(self.trainset),
-            num_validation=len(self.valset),
-            max_metric_calls=None if max_metric_calls is None else max_metric_calls - self.metric_calls_before,
-            num_epochs=optimizer.num_epochs,
-            tasks_per_step=tasks_per_step(self.extra.get("sampling_strategy")),
-            num_seed_validation=_seed_validation(self.extra.get("val_evaluation_policy"), self.valset),
-        )
-        executor = make_executor(optimizer)
+        self.drawn_before = drawn_before
+        self.steps_before = len(scope.batch_sizes)
+        self.metric_calls_before = scope.spent.metric_calls
+        self.budget = search_budget(optimizer, scope.student, trainset, valset, self.metric_calls_before)
         self.sampler = self._make_sampler()
-        size = optimizer.reflection_minibatch_size
-        clock = (size if isinstance(size, PowerLawBatchSize) else PowerLawBatchSize()).clock
-        self.step_log = StepLog(optimizer.log_dir) if optimizer.log_dir is not None else None
-        self.progress = ProgressLine(self._total_rollouts(), optimizer.verbose)
-        # GEPA would end a W&B run of the host's that it is not told to join.
-        self.joins_wandb = optimizer.use_wandb and self.extra.get("wandb_attach_existing", has_wandb_run())
-        tracking = StepTracking(optimizer.use_mlflow, optimizer.use_wandb, self.joins_wandb, len(trainset))
-        listeners = [self._show, tracking, *optimizer.step_callbacks]
-        self.recorder = StepRecorder(self.sampler, clock, listeners, self.step_log, kept=optimizer.track_stats)
-        self.adapter = make_adapter(optimizer, student, executor, self)
-        self.adapter.saved_parts["steps"] = self.recorder
+        self.seed_candidate = {**learner.start(), **(start or {})}
+        self.recorder = StepRecorder(scope, self.sampler, self.steps_before)
+        self.adapter = CombeeAdapter(scope, learner, self._note_rollouts, optimizer.custom_code_proposer)
+        self.reflection = RunReflection(learner.proposer, self.adapter, self.recorder)
+        self.adapter.saved_parts = {"steps": self.recorder, "reflection": scope.guard.meter}
         if self.sampler is not None:
             self.adapter.saved_parts["sampler"] = self.sampler
-        parts = make_reflection(optimizer, executor)
-        self.adapter.saved_parts["reflection"] = parts.meter
-        self.reflection = RunReflection(parts.proposer, self.adapter, self.recorder, parts.guard)
-        self.seed_candidate = self.adapter.seed_candidate()
-        if learned is not None:
-            self.seed_candidate.update(learned.state.candidate)
-            self.recorder.follow(learned.recorder)
-            parts.meter.set_state(learned.meter.get_state())
 
-    def execute(self) -> Any:
-        """Search, and build the best program.
-
-        Returns:
-            The program, with `detailed_results` when the optimizer tracks stats.
+    def run(self) -> Any:
+        """Search, and return gepa's result.
 
         Raises:
             ValueError: If `log_dir` holds a search that cannot go on here.
-        """
-        refuse_other_state(self.optimizer.log_dir, self.seed_candidate)
-        secrets = secrets_in_run(self.adapter.student, self.reflection.proposer.reflection_lm)
-        log_dir = self.optimizer.log_dir
-        with alone_in(log_dir), keeping_secret(secrets), ready_to_run(self.adapter, self.valset, later=self.trainset):
-            return self._execute()
 
-    def _execute(self) -> Any:
+            Whatever is raised carries `best_program`.
+        """
         self._log_plan()
-        if self.step_log is not None and not has_gepa_state(self.optimizer.log_dir):
-            self.step_log.resume(self.steps_before + 1)
-        try:
+        if not has_gepa_state(self.scope.log_dir):
+            self.scope.resume_steps(self.steps_before + 1)
+        with self.scope.running(self._best_program, self._how_to_resume):
             result = self._search()
-        except BaseException as error:
-            self.progress.close(finished=False)
-            error.best_program = self._best_program()  # type: ignore[attr-defined]
-            if isinstance(error, KeyboardInterrupt):
-                self._log_interrupt()
-            raise
-        self.progress.close(finished=True)
-        program = self.adapter.build_program(result.candidates[result.best_idx])
-        spent = self.spent
+        spent = self.scope.spent
         logger.info(
             "Combee ended: best validation score %.4g of %d candidates, after %d steps, %d metric calls, "
             "%d feedback calls and %d reflection calls.",
             max(result.val_aggregate_scores),
             len(result.candidates),
-            len(self.recorder.batch_sizes),
+            len(self.scope.batch_sizes),
             spent.metric_calls,
             spent.metric_calls_in("feedback"),
             spent.usage_in("reflection").calls,
         )
-        if self.optimizer.track_stats:
-            program.detailed_results = CombeeResult.from_run(result, self.adapter, self.recorder, spent)
-        return program
+        return result
 
-    def note_rollouts(self, rollouts: Sequence[Rollout], traced: bool, cut_short: Usage) -> None:
-        """See `RolloutObserver`."""
-        before = self._rollouts_done
-        self.recorder.note_rollouts(rollouts, traced, cut_short)
-        self.progress.advance(self._rollouts_done - before, before)
-
-    def note_feedback(self, metric_calls: int, usage: Usage) -> None:
-        """See `RolloutObserver`."""
-        self.recorder.ledger.add_feedback(metric_calls, usage)
-
-    def _total_rollouts(self) -> int | None:
-        budget = self.budget
-        if budget.max_metric_calls is None:
-            return budget.minibatch_rollouts
-        return budget.max_metric_calls + self.metric_calls_before
+    def _note_rollouts(self, rollouts: Sequence[Rollout], traced: bool) -> None:
+        before = self._num_done
+        self.recorder.note_rollouts(rollouts, traced)
+        self.scope.progress.advance(self._num_done - before, before)
 
     @property
-    def _rollouts_done(self) -> int:
-        """Those that the budget counts: of minibatches alone where it is in epochs."""
-        spent = self.recorder.ledger.spent
+    def _num_done(self) -> int:
+        """Count the rollouts that the budget counts (of minibatches alone where it is in epochs), and the traces."""
+        spent = self.scope.spent_without_reflection
         if self.budget.max_metric_calls is not None:
-            return spent.metric_calls
-        return spent.metric_calls_in("profiling") + spent.metric_calls_in("rollouts")
-
-    def _show(self, step: StepRecord) -> None:
-        usage = self.reflection.proposer.meter.usage
-        self.progress.show(
-            step=len(self.recorder.batch_sizes),
-            n=step.n,
-            best=step.best_score,
-            reflections=usage.calls,
-            dollars=usage.cost or None,
-        )
+            return self.drawn_before + spent.metric_calls
+        return self.drawn_before + spent.metric_calls_in("profiling") + spent.metric_calls_in("rollouts")
 
     def _search(self) -> Any:
         """Run gepa's search; where gepa's merge fails, it goes on without merge from the last saved step."""
-        log_dir = self.optimizer.log_dir
+        log_dir = self.scope.log_dir
         may_fail = self.use_merge and len(self.seed_candidate) > 1
         with tempfile.TemporaryDirectory(prefix="dspy_combee_") as own_dir:
             run_dir = log_dir or (own_dir if may_fail else None)
@@ -194,19 +140,14 @@ class Run:
                 result = gepa.optimize(**self._gepa_arguments(run_dir))
         return replace(result, run_dir=log_dir)
 
-    @property
-    def spent(self) -> Spent:
-        """What was spent so far, by phase."""
-        return self.recorder.ledger.spent.plus("reflection", 0, self.reflection.proposer.meter.usage)
-
     def is_spent(self, state: Any) -> bool:
-        """A gepa stop callback: whether no further step fits the budget."""
+        """Return whether no further step fits the budget, as a gepa stop callback."""
         drawn = 0 if self.sampler is None else self.sampler.drawn
         merge = self.use_merge and self.recorder.accepted_last
         return self.budget.is_spent(state.total_num_evals, drawn, merge)
 
     def _make_sampler(self) -> EpochSampler | None:
-        """Our sampler; None where the user brings one."""
+        """Return our sampler; None where the user brings one."""
         if self.extra.get("batch_sampler", "epoch_shuffled") != "epoch_shuffled":
             if self.optimizer.num_epochs is not None:
                 raise ValueError("num_epochs counts the draws of Combee's sampler; it cannot go with a batch_sampler.")
@@ -243,10 +184,6 @@ class Run:
             "callbacks": callbacks,
             "logger": _GepaLogger(),
             "run_dir": run_dir,
-            "use_wandb": optimizer.use_wandb,
-            "wandb_api_key": optimizer.wandb_api_key,
-            "wandb_init_kwargs": optimizer.wandb_init_kwargs,
-            "use_mlflow": optimizer.use_mlflow,
             "track_best_outputs": optimizer.track_best_outputs,
             "display_progress_bar": False,
             "raise_on_exception": True,
@@ -256,9 +193,8 @@ class Run:
             **self._sampling(extra),
         }
         extra.setdefault("use_cloudpickle", True)
-        if self.joins_wandb:
-            extra["wandb_attach_existing"] = True
-        return _join(arguments, extra)
+        extra.pop("wandb_attach_existing", None)
+        return _join({**arguments, **self.scope.tracking.gepa_arguments()}, extra)
 
     def _sampling(self, extra: dict[str, Any]) -> dict[str, Any]:
         batch_sampler = extra.pop("batch_sampler", None)
@@ -304,14 +240,13 @@ class Run:
             budget.num_validation,
         )
 
-    def _log_interrupt(self) -> None:
-        log_dir = self.optimizer.log_dir
+    def _how_to_resume(self) -> str:
+        log_dir = self.scope.log_dir
         if has_gepa_state(log_dir):
-            logger.warning("Interrupted; state saved in %s: compile with the same log_dir goes on from there.", log_dir)
-        elif log_dir is not None:
-            logger.warning("Interrupted before the seed was validated: compile with the same log_dir starts anew.")
-        else:
-            logger.warning("Interrupted; no state is saved: give a log_dir to be able to go on.")
+            return f"state saved in {log_dir}: compile with the same log_dir goes on from there."
+        if log_dir is not None:
+            return "nothing is saved before the seed is validated: compile with the same log_dir starts anew."
+        return "no state is saved: give a log_dir to be able to go on."
 
     def _best_program(self) -> Any:
         state = self.recorder.state
@@ -322,15 +257,224 @@ class Run:
         return self.adapter.build_program(state.program_candidates[best])
 
 
+class RunReflection:
+    """Reflect for one run as gepa's `ReflectionLM`; `dspy.Flex` code goes to the code proposer.
+
+    gepa swallows what a strategy raises and asks again, so failures are kept here and `check` raises them where
+    gepa lets them through (it is one of the run's stop callbacks).
+
+    Args:
+        proposer: The proposer, made for this run.
+        adapter: The run's adapter.
+        recorder: Takes the trees of each step.
+    """
+
+    def __init__(self, proposer: CombeeProposer, adapter: CombeeAdapter, recorder: StepRecorder) -> None:
+        self.proposer = proposer
+        self.adapter = adapter
+        self.recorder = recorder
+        self.guard = adapter.scope.guard
+        self.failure: Exception | None = None
+        self._failed_steps = 0
+
+    @property
+    def total_cost(self) -> float:
+        """Return the US dollars of reflection so far, as far as the LM reports them."""
+        return self.proposer.total_cost
+
+    def check(self, state: Any) -> bool:
+        """Raise the failure that should end the run, or stop it when its money is spent, as a gepa stop callback."""
+        failure = self.failure or self.adapter.failure
+        if failure is not None:
+            raise failure
+        return self.guard.is_spent
+
+    def reflect(
+        self,
+        candidate: dict[str, str],
+        reflective_dataset: Mapping[str, Sequence[Mapping[str, Any]]],
+        components_to_update: list[str],
+    ) -> tuple[ReflectionProposal, RunReflection]:
+        """Propose new texts for one job."""
+        return self.reflect_many([(candidate, reflective_dataset, components_to_update)])[0]
+
+    def reflect_many(self, jobs: list[Job]) -> list[tuple[ReflectionProposal, RunReflection]]:
+        """Propose new texts for the jobs of a step; a job without a usable proposal gets none."""
+        code = self.adapter.program.code
+        plain = [(candidate, dataset, [c for c in names if c not in code]) for candidate, dataset, names in jobs]
+        positions = [f"{self.recorder.iteration}.{index}" for index in range(len(jobs))]
+        reductions: list[list[Reduction]] = [[] for _ in jobs]
+        try:
+            if self.adapter.failure is not None:  # Of another job of this step: it ends the run.
+                raise self.adapter.failure
+            reductions = self.proposer.reduce(plain, positions)
+            for job, made in zip(jobs, reductions, strict=True):
+                made.extend(self._code_reductions(job, [c for c in job[2] if c in code]))
+        except Exception as error:
+            if isinstance(error, OutOfBudgetError):
+                logger.info("The search ends: %s", error)
+            else:
+                self.failure = error
+            reductions = _completed(error, jobs, reductions)
+        proposals = [to_proposal(made) for made in reductions]
+        for job, proposal, made in zip(jobs, proposals, reductions, strict=True):
+            if self.failure is not None:
+                proposal.new_texts.clear()  # What is left of the run ends before it is evaluated.
+            scores = getattr(job[1], "scores", None)
+            repeated = self.recorder.repeat_of(scores, {**job[0], **proposal.new_texts}) if proposal.new_texts else None
+            if repeated is not None:
+                logger.info("Not evaluated, %s.", repeated)
+                proposal.new_texts.clear()
+            self.recorder.note_reductions(scores, job[0], proposal.new_texts, made, repeated)
+        self._count_failures(proposals, reductions)
+        return [(proposal, self) for proposal in proposals]
+
+    def _code_reductions(self, job: Job, components: list[str]) -> list[Reduction]:
+        """Return what the code proposer makes of code components: no tree, so no nodes."""
+        if not components:
+            return []
+        candidate, dataset, _ = job
+        logger.info("Code components %s go to the code proposer, in one plain call each.", components)
+        proposed: Mapping[str, str] = {}
+        reason = None
+        try:
+            proposed = self.guard.map(_CodeCalls(self.adapter), [(candidate, dataset, components)])[0]
+        except Exception as error:
+            if isinstance(error, CombeeError):
+                raise
+            reason = f"{type(error).__name__}: {shorten(str(error))}"
+            logger.warning("The code proposer failed on %s: %s", components, reason)
+        new = {name: text for name, text in proposed.items() if text != candidate.get(name)}
+        return [
+            Reduction(name, new.get(name), (), num_groups=1, duplication_factor=1, error=reason) for name in components
+        ]
+
+    def _count_failures(self, proposals: list[ReflectionProposal], reductions: list[list[Reduction]]) -> None:
+        errors = [reduction.error for made in reductions for reduction in made if reduction.error]
+        if any(proposal.new_texts for proposal in proposals):
+            self._failed_steps = 0
+        elif errors:
+            self._failed_steps += 1
+        if self._failed_steps >= FAILED_STEPS and self.failure is None:
+            self.failure = ReflectionError(
+                f"Reflection proposed nothing in {FAILED_STEPS} steps in a row. The last cause: {errors[-1]}"
+            )
+
+
+def _completed(error: Exception, jobs: Sequence[Job], made: list[list[Reduction]]) -> list[list[Reduction]]:
+    """Return what each job had before the error, which has been paid for, and the error in place of the rest."""
+    made = getattr(error, "reductions", made)
+    for (_, _, names), own in zip(jobs, made, strict=True):
+        done = {reduction.component for reduction in own}
+        own.extend(Reduction(name, None, (), 0, 0, str(error)) for name in names if name not in done)
+    return made
+
+
+class _CodeCalls:
+    """Ask the code proposer of `dspy.Flex` components for new source."""
+
+    def __init__(self, adapter: CombeeAdapter) -> None:
+        self.adapter = adapter
+
+    def __call__(self, job: Job) -> dict[str, str]:
+        heard: list[Mapping[str, Any]] = []
+        try:
+            with dspy.context(**audible()), hearing(heard):
+                return self.adapter.propose_code(*job)
+        except Exception as error:
+            raise_if_provider(error)  # Here, where the executor sees what may pass.
+            raise
+        finally:
+            self.adapter.scope.guard.meter.add(usage_of(heard))
+
+    def late(self, job: Job, seconds: float) -> dict[str, str]:
+        raise TimeoutError(late_reason(seconds))
+
+    def refused(self, job: Job, error: OutOfBudgetError) -> dict[str, str]:
+        raise error
+
+
+def search_budget(
+    optimizer: Any, student: Any, trainset: Sequence[Any], valset: Sequence[Any] | None, metric_calls_before: int = 0
+) -> Budget:
+    """Return the budget of a search, of which so many metric calls are spent already."""
+    max_metric_calls = optimizer.budget_for(student, trainset, valset)
+    validation = valset or trainset
+    return Budget(
+        num_examples=len(trainset),
+        num_validation=len(validation),
+        max_metric_calls=None if max_metric_calls is None else max_metric_calls - metric_calls_before,
+        num_epochs=optimizer.num_epochs,
+        tasks_per_step=tasks_per_step(optimizer.gepa_kwargs.get("sampling_strategy")),
+        num_seed_validation=_seed_validation(optimizer.gepa_kwargs.get("val_evaluation_policy"), validation),
+    )
+
+
+def has_gepa_state(run_dir: str | os.PathLike[str] | None) -> bool:
+    """Return whether GEPA has saved a search there."""
+    return run_dir is not None and os.path.exists(os.path.join(run_dir, GEPA_STATE))
+
+
+def refuse_other_state(
+    run_dir: str | os.PathLike[str] | None, components: Iterable[str], with_traces: bool = False
+) -> None:
+    """Refuse to go on from a run that was saved there if that cannot be done.
+
+    Raises:
+        ValueError: If GEPA's file cannot be read or was for a program with other components, or the run began with
+            traces and goes on without, or the other way around.
+    """
+    if run_dir is None:
+        return
+    began_with_traces = (Path(run_dir) / TRACE_STATE).exists()
+    if began_with_traces and not with_traces:
+        raise ValueError(f"{run_dir} holds the state of a run on traces. Give them again, or another log_dir.")
+    if not has_gepa_state(run_dir):
+        return
+    if with_traces and not began_with_traces:
+        raise ValueError(f"{run_dir} holds the state of a run without traces. Give another log_dir.")
+    path = os.path.join(run_dir, GEPA_STATE)
+    try:
+        saved = sorted(GEPAState.load(str(run_dir)).program_candidates[0])
+    except Exception as error:
+        raise ValueError(
+            f"{path} is damaged, or no saved state of GEPA: {type(error).__name__}: {shorten(str(error))}. Put back a "
+            "whole copy of it, or give another log_dir to start anew."
+        ) from error
+    if saved != sorted(components):
+        raise ValueError(
+            f"{run_dir} holds the run of another program, whose components are {saved}; those of this one are "
+            f"{sorted(components)}. Give another log_dir."
+        )
+
+
+def items_of(examples: Any) -> list[Any]:
+    """Return the examples of a list, or of one of gepa's data loaders, as a list."""
+    loader: Any = ensure_loader(examples)
+    return list(loader.fetch(list(loader.all_ids())))
+
+
+def output_saver(optimizer: Any) -> Callable[[Any], bytes]:
+    """Return what gives all that gepa saves of an output: JSON, and a pickle where its state keeps outputs."""
+    options = optimizer.gepa_kwargs
+    keeps_outputs = optimizer.track_best_outputs or options.get("cache_evaluation")
+    pickler: Any = cloudpickle if options.get("use_cloudpickle", True) else pickle
+    return partial(_saved_forms, pickler.dumps if keeps_outputs else None)
+
+
+def _saved_forms(pickled: Callable[[Any], bytes] | None, output: Any) -> bytes:
+    return json.dumps(output, default=json_default).encode() + (b"" if pickled is None else pickled(output))
+
+
 class _GepaLogger:
-    """gepa's logger: its lines, without secrets, to this package's logger."""
+    """Hand gepa's log lines, without secrets, to this package's logger."""
 
     def log(self, message: Any) -> None:
         logger.info("%s", hide_secrets(str(message)))
 
 
 class _ResumedPolicy(EvaluationPolicy[Any, Any]):
-    """An evaluation policy for a run that goes on: the seed was validated and paid for when it began.
+    """Leave the seed out of a run that goes on: it was validated and paid for when the run began.
 
     Args:
         policy: Decides everything else.
@@ -340,7 +484,7 @@ class _ResumedPolicy(EvaluationPolicy[Any, Any]):
         self.policy = policy
 
     def get_seed_eval_batch(self, loader: Any) -> list[Any]:
-        """Nothing: gepa takes the seed's scores from the saved state."""
+        """Return nothing: gepa takes the seed's scores from the saved state."""
         return []
 
     def get_eval_batch(self, loader: Any, state: Any, target_program_idx: int | None = None) -> list[Any]:
@@ -365,7 +509,7 @@ def _evaluation_policy(policy: Any, run_dir: str | None) -> Any:
 
 
 def _seed_validation(policy: Any, valset: Sequence[Any]) -> int | None:
-    """What the seed's validation costs, where the policy says so."""
+    """Return what the seed's validation costs, where the policy says so."""
     seed_batch = getattr(policy, "get_seed_eval_batch", None)
     return None if seed_batch is None else len(list(seed_batch(ensure_loader(valset))))
 
@@ -376,7 +520,7 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _comes_from_merge(error: BaseException) -> bool:
-    """Whether an error was raised in gepa's merge."""
+    """Return whether an error was raised in gepa's merge."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_globals.get("__name__") == "gepa.proposer.merge":

@@ -1,7 +1,7 @@
 """The steps of a run as metrics in MLflow and Weights & Biases, beside those that GEPA logs there.
 
-GEPA's tracker starts the run, or joins the one that is active. Ours goes into the same one, under `combee/`, as each
-step ends, on the thread that `compile` was called on. It starts no run and ends none. Both clients are imported on use.
+gepa's tracker starts the run, or joins the one that is active. Ours goes into the same one, under `combee/`, as each
+step ends, on the thread that `compile` was called on. Both clients are imported on use.
 """
 
 from __future__ import annotations
@@ -10,21 +10,33 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from gepa.logging.experiment_tracker import create_experiment_tracker
 
 from dspy_combee.records.types import StepRecord, Usage
 
 PREFIX = "combee/"
+TRACKER_KEYWORDS = (
+    "wandb_attach_existing",
+    "mlflow_tracking_uri",
+    "mlflow_experiment_name",
+    "mlflow_attach_existing",
+)
+"""gepa's keywords for its trackers beyond those of `dspy.GEPA`."""
+
 STEP = f"{PREFIX}step"
 """The metric that counts our steps; in W&B it is the axis of the others."""
 
 
 class Tracker(Protocol):
-    """A run to log to."""
+    """Log to a tracked run."""
 
     def last_step(self) -> int:
-        """The last step of ours that the active run holds; -1 for none."""
+        """Return the last step of ours that the active run holds; -1 for none."""
         ...
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -33,7 +45,7 @@ class Tracker(Protocol):
 
 
 class MlflowTracker:
-    """Logs to the MLflow run that is active on this thread."""
+    """Log to the MLflow run that is active on this thread."""
 
     def __init__(self) -> None:
         self._mlflow: Any = importlib.import_module("mlflow")
@@ -59,7 +71,7 @@ class MlflowTracker:
 
 
 class WandbTracker:
-    """Logs to the active W&B run.
+    """Log to the active W&B run.
 
     Args:
         attached: Whether the run is the host's. W&B counts one step for all of a run and refuses to go back: in the
@@ -88,26 +100,64 @@ class WandbTracker:
         run.log(dict(metrics), step=None if self._attached else run.step)
 
 
+@dataclass(frozen=True)
+class TrackingOptions:
+    """Hold what a user says about trackers; all of it means what it means in `dspy.GEPA`."""
+
+    use_mlflow: bool = False
+    use_wandb: bool = False
+    wandb_api_key: str | None = None
+    wandb_init_kwargs: Mapping[str, Any] | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """gepa's further keywords: tracking URI, experiment name, whether to attach to the active run."""
+
+
 class StepTracking:
-    """A step listener that logs each step to MLflow, W&B or both.
+    """Log each step to MLflow, W&B or both, as a step listener.
 
     Steps are those of the run. In a tracked run that holds steps of ours already, such as a host's in which this is
     the second `compile`, they go on from the last one. Several proposals of an iteration share a step; W&B shows the
     last of them.
 
     Args:
-        use_mlflow: Whether to log to MLflow.
-        use_wandb: Whether to log to W&B.
-        wandb_attached: Whether the W&B run is the host's.
+        options: Where to log.
         num_examples: N, the size of the trainset.
     """
 
-    def __init__(self, use_mlflow: bool, use_wandb: bool, wandb_attached: bool, num_examples: int) -> None:
-        self.use_mlflow = use_mlflow
-        self.use_wandb = use_wandb
-        self.wandb_attached = wandb_attached
+    def __init__(self, options: TrackingOptions, num_examples: int) -> None:
+        self.options = options
         self.num_examples = num_examples
+        self._attached = options.use_wandb and bool(options.more.get("wandb_attach_existing", has_wandb_run()))
         self._offsets: list[tuple[Tracker, int]] | None = None
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Keep a tracked run open, as gepa's own tracker opens it, or join the one that is active."""
+        options = self.options
+        if not (options.use_mlflow or options.use_wandb):
+            yield
+            return
+        init = dict(options.wandb_init_kwargs or {})
+        more = {**options.more, "wandb_attach_existing": self._attached}
+        with create_experiment_tracker(
+            use_wandb=options.use_wandb,
+            wandb_api_key=options.wandb_api_key,
+            wandb_init_kwargs=init,
+            use_mlflow=options.use_mlflow,
+            **more,
+        ):
+            yield
+
+    def gepa_arguments(self) -> dict[str, Any]:
+        """Return the keywords with which `gepa.optimize` logs into the run that `opened` keeps open."""
+        options = self.options
+        arguments = {
+            "use_wandb": options.use_wandb,
+            "wandb_api_key": options.wandb_api_key,
+            "wandb_init_kwargs": options.wandb_init_kwargs,
+            "use_mlflow": options.use_mlflow,
+        }
+        return arguments | ({"wandb_attach_existing": True} if options.use_wandb else {})
 
     def __call__(self, step: StepRecord) -> None:
         """Log a step.
@@ -117,24 +167,23 @@ class StepTracking:
         """
         if self._offsets is None:
             self._offsets = [(made, max(0, made.last_step() + 1 - step.iteration)) for made in self._trackers()]
-        metrics = step_metrics(step, self.num_examples)
+        metrics = step_metrics(step, self.num_examples) if self._offsets else {}
         for tracker, offset in self._offsets:
             number = step.iteration + offset
             tracker.log({**metrics, STEP: float(number)}, number)
 
     def _trackers(self) -> list[Tracker]:
-        """Made at the first step: where a client is missing, GEPA has said so by then."""
-        trackers: list[Tracker] = [MlflowTracker()] if self.use_mlflow else []
-        return [*trackers, WandbTracker(self.wandb_attached)] if self.use_wandb else trackers
+        trackers: list[Tracker] = [MlflowTracker()] if self.options.use_mlflow else []
+        return [*trackers, WandbTracker(self._attached)] if self.options.use_wandb else trackers
 
 
 def has_wandb_run() -> bool:
-    """Whether there is a W&B run, the host's then, which GEPA would take for its own and end."""
+    """Return whether there is a W&B run, the host's then, which gepa would take for its own and end."""
     return getattr(sys.modules.get("wandb"), "run", None) is not None
 
 
 def step_metrics(step: StepRecord, num_examples: int) -> dict[str, float]:
-    """What is logged of a step, by name. What is not known, or no finite number, is left out.
+    """Return what is logged of a step, by name. What is not known, or no finite number, is left out.
 
     Args:
         step: The step.
