@@ -27,7 +27,7 @@ from dspy_combee.records.types import Reduction, Rollout, Usage
 from dspy_combee.reduce import resolve_aggregator
 from dspy_combee.reduce.tree import ReductionTask, reduce_tasks
 from dspy_combee.rollouts.feedback import RecordMaker, Scorer, feedback_of
-from dspy_combee.rollouts.map import MapStage, RolloutJob
+from dspy_combee.rollouts.map import MapStage
 
 logger = logging.getLogger("dspy_combee")
 
@@ -158,8 +158,7 @@ class PlaybookLearner:
 
     def run(self, playbooks: Playbooks, examples: Sequence[Any]) -> list[Rollout]:
         """Map: run the program with these playbooks on the examples."""
-        built = self.program.build(playbooks)
-        return self.stage.run([RolloutJob(built, example, index) for index, example in enumerate(examples)])
+        return self.stage.run([(self.program.build(playbooks), examples)])
 
     def learn(self, playbooks: Playbooks, rollouts: Sequence[Rollout], step: int) -> StepOutcome:
         """Reflect, tag, curate, merge and apply, all against the playbooks that the rollouts were made with.

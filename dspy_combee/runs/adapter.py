@@ -24,7 +24,7 @@ from dspy_combee.records.secrecy import hide_own_secrets, holds_own_secret, shor
 from dspy_combee.records.text import text_of
 from dspy_combee.records.types import Rollout, Usage
 from dspy_combee.rollouts.feedback import RecordMaker, ReflectiveDataset, Scorer, feedback_of, program_trace
-from dspy_combee.rollouts.map import MapStage, ProgramCopier, RolloutJob
+from dspy_combee.rollouts.map import MapStage, ProgramCopier
 
 logger = logging.getLogger("dspy_combee")
 
@@ -170,7 +170,7 @@ class CombeeAdapter(DspyAdapter):
         Raises:
             ProviderError: If a language model's provider refuses or cannot be reached.
         """
-        jobs: list[RolloutJob] = []
+        batches: list[tuple[Any, list[Any]]] = []
         broken: dict[int, str] = {}
         for position, (candidate, batch) in enumerate(items):
             try:
@@ -179,10 +179,10 @@ class CombeeAdapter(DspyAdapter):
                 logger.warning("A code candidate cannot be built (%s); its batch scores as failures.", error)
                 broken[position] = str(error)
                 continue
-            jobs.extend(RolloutJob(program, example, index) for index, example in enumerate(batch))
-        made = self.map_stage.run(jobs)
+            batches.append((program, batch))
+        made = self.map_stage.run(batches)
         if self.observer is not None:
-            self.observer.note_rollouts(made, capture_traces, self.map_stage.cut_short.take())
+            self.observer.note_rollouts(made, capture_traces, self.map_stage.aborted_usage.take())
         rollouts = iter(made)
         return [
             _failed_batch(batch, self.failure_score, capture_traces)

@@ -266,7 +266,7 @@ class PlaybookRun:
         ids = self.sampler.draw(range(len(self.trainset)), number)
         profiling = self.sampler.decision is not None and self.sampler.decision.profiling
         self.rollouts = self.learner.run(before, [self.trainset[i] for i in ids])
-        cut_short = self.learner.stage.cut_short.take()
+        cut_short = self.learner.stage.aborted_usage.take()
         done = self._minibatch_rollouts + self._num_read
         self.ledger.add_rollouts("profiling" if profiling else "rollouts", self.rollouts, cut_short)
         self.progress.advance(len(self.rollouts), done)
@@ -360,7 +360,7 @@ class PlaybookRun:
         """The mean score on the validation examples, and the seconds it took."""
         started = self.clock()
         rollouts = self.learner.run(playbooks, list(self.valset or ()))
-        self.ledger.add_rollouts("validation", rollouts, self.learner.stage.cut_short.take())
+        self.ledger.add_rollouts("validation", rollouts, self.learner.stage.aborted_usage.take())
         return sum(rollout.score for rollout in rollouts) / len(rollouts), self.clock() - started
 
     def _tell(self, record: PlaybookStep) -> None:
