@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import dspy
 from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS
 
-from dspy_combee.calls.executor_options import check_executor
+from dspy_combee.calls import check_executor
 from dspy_combee.calls.executors import Executor
 from dspy_combee.controller.batch_size import PowerLawBatchSize, check_minibatch_size
 from dspy_combee.learners.proposer import CombeeProposer

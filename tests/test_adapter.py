@@ -13,7 +13,7 @@ from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.teleprompt.gepa import InstructionProposer
 
 from dspy_combee import CombeeOptimizer, ProviderError, ThreadExecutor
-from dspy_combee.calls.backoff import Backoff
+from dspy_combee.calls.executors import Backoff
 from dspy_combee.rollouts.feedback import Scorer
 from dspy_combee.runs.adapter import CombeeAdapter
 from dspy_combee.testing import ScriptedLM

@@ -7,8 +7,7 @@ import dspy
 import pytest
 
 from dspy_combee import OutOfBudgetError, Playbook, ProviderError, ReflectionError, UnknownCostError
-from dspy_combee.calls.backoff import Backoff
-from dspy_combee.calls.executors import ThreadExecutor
+from dspy_combee.calls.executors import Backoff, ThreadExecutor
 from dspy_combee.calls.lm_calls import UsageMeter
 from dspy_combee.runs.playbook_run import PlaybookRun
 from dspy_combee.testing import Reply

@@ -21,8 +21,8 @@ import pytest
 from gepa.strategies.proposal_sampling import PxNSampling
 
 from dspy_combee import CombeeOptimizer, Executor, ExecutorError, ProviderError, RayExecutor, ThreadExecutor
-from dspy_combee.calls.backoff import Backoff
-from dspy_combee.calls.executor_options import make_executor
+from dspy_combee.calls import make_executor
+from dspy_combee.calls.executors import Backoff
 from dspy_combee.calls.ray_executor import _Connection
 from dspy_combee.calls.travel import Surroundings, dumps, pack, sendable, shards
 from dspy_combee.rollouts.feedback import Scorer

@@ -18,7 +18,7 @@ from dspy import lm15
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 
 from dspy_combee import ProviderError, ThreadExecutor
-from dspy_combee.calls.backoff import Backoff
+from dspy_combee.calls.executors import Backoff
 from dspy_combee.rollouts.feedback import Scorer
 from dspy_combee.rollouts.map import MapStage, ProgramCopier
 from dspy_combee.testing import ScriptedLM

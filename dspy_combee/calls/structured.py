@@ -69,7 +69,7 @@ def ask(
     return result
 
 
-class TimedCalls:
+class TimedCalls(Executor):
     """An executor for functions that know what becomes of a call that takes too long (`timed_out`).
 
     Args:

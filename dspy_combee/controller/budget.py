@@ -46,7 +46,7 @@ class Ledger:
         self.spent = state
 
 
-class CostGuard:
+class CostGuard(Executor):
     """An executor that refuses a wave of reflection calls once the money is spent.
 
     A wave that has begun is finished, so the limit can be passed by the cost of one wave.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dspy_combee.calls.executor_options import check_executor, make_executor
+from dspy_combee.calls import check_executor, make_executor
 from dspy_combee.calls.executors import Executor
 from dspy_combee.controller.batch_size import PowerLawBatchSize, check_minibatch_size
 from dspy_combee.learners.delta_merge import EmbedderOrTokens

@@ -153,7 +153,7 @@ class PlaybookLearner:
         self.near_duplicates = options.make_near_duplicates()
 
     def check(self, examples: Sequence[Any]) -> None:
-        """Find out now whether the rollouts could not go where they run; see `MapStage.check`."""
+        """Refuse rollouts that cannot go where they run; see `MapStage.check`."""
         self.stage.check(self.program.student, examples)
 
     def run(self, playbooks: Playbooks, examples: Sequence[Any]) -> list[Rollout]:

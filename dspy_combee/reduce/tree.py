@@ -92,7 +92,7 @@ class Aggregator(Protocol):
         ...
 
 
-class TimeLimited:
+class TimeLimited(Executor):
     """An executor for reflection calls each of which may take so many seconds; a call that takes longer has failed.
 
     Args:
@@ -118,7 +118,7 @@ class TimeLimited:
         return ProposalNode(item.id, item.task.component, item.inputs, seconds=self.seconds or 0.0, error=reason)
 
 
-class _Waves:
+class _Waves(Executor):
     """An executor that keeps the nodes of the waves that have ended.
 
     Args:

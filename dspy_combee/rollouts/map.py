@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -75,15 +75,15 @@ class MapStage:
         function, runs = self._prepare(batches)
         return self.executor.map(function, runs, timeout=self.timeout, on_timeout=function.timed_out)
 
-    def check(self, program: Any, examples: Sequence[Any]) -> None:
+    def check(self, program: Any, examples: Iterable[Any]) -> None:
         """Check, before anything is spent, that everything can be sent to where the executor runs it.
 
         Raises:
-            TypeError: If something cannot; it is named.
+            TypeError: If the program, the metric or an example cannot; it is named.
         """
-        check: Callable[[Any, Sequence[Any]], None] | None = getattr(self.executor, "check", None)
-        if check is not None:
-            check(*self._prepare([(program, examples)]))
+        template = self._template(program)
+        runs = (_Run(template, example, index) for index, example in enumerate(examples))
+        self.executor.check(_RunFunction(self, [template]), runs)
 
     def _prepare(self, batches: Sequence[tuple[Any, Sequence[Any]]]) -> tuple[_RunFunction, list[_Run]]:
         templates = [self._template(program) for program, _ in batches]
@@ -130,7 +130,7 @@ class _Run:
 
 
 class _RunFunction:
-    """Make the runs of some batches: a function that can travel to other processes (`Travelling`).
+    """Make the runs of some batches: a function that can run in other processes too (`RemoteFunction`).
 
     Args:
         stage: Says how.
@@ -200,31 +200,31 @@ class _RunFunction:
         rollout = self._unscored(run, None, error, _unended_step(run))
         return replace(rollout, seconds=self.stage.timeout or 0.0, usage=usage)
 
-    def lost(self, item: _Run, reason: str) -> Rollout:
-        """See `Travelling.lost`."""
+    def lost_result(self, item: _Run, reason: str) -> Rollout:
+        """Return the failed rollout of a run whose worker was lost."""
         return self._unscored(item, None, reason)
 
     def parts(self) -> dict[str, Any]:
-        """See `Travelling.parts`."""
+        """Name what the function is made of; see `RemoteFunction.parts`."""
         return {"the program": self.templates[0].program, "the metric": self.stage.scorer.metric}
 
-    def send(self, items: Sequence[_Run]) -> bytes:
-        """See `Travelling.send`: which program, which example."""
+    def send_items(self, items: Sequence[_Run]) -> bytes:
+        """Pickle which program and which example each run takes."""
         numbers = {id(template): number for number, template in enumerate(self.templates)}
         return pack(
             [(numbers[id(run.template)], run.example, run.index) for run in items],
             lambda: {f"the example {shorten(text_of(run.example, repr)[:1000], 100)}": run.example for run in items},
         )
 
-    def receive(self, sent: bytes) -> list[_Run]:
-        """See `Travelling.receive`."""
+    def receive_items(self, sent: bytes) -> list[_Run]:
+        """Return the runs that were sent."""
         # A run's secrets do not travel: they are found again, in the language models that did.
         lms = [predictor.lm for template in self.templates for predictor in template.predictors.values()]
         self._secrets = secrets_of(lm for lm in [dspy.settings.lm, *lms] if lm is not None)
         return [_Run(self.templates[number], example, index) for number, example, index in loads(sent)]
 
-    def send_back(self, results: Sequence[Rollout]) -> bytes:
-        """See `Travelling.send_back`: without what the sender has: examples, and the program's own predictors."""
+    def send_results(self, results: Sequence[Rollout]) -> bytes:
+        """Pickle the rollouts without what the sender has: examples, and the program's own predictors."""
         own = {id(predictor) for template in self.templates for predictor in template.predictors.values()}
         bare = [_bare(rollout, own) for rollout in results]
         aborted, warnings = self.stage.aborted_usage.take(), self.stage.scorer.take_warnings()
@@ -235,8 +235,8 @@ class _RunFunction:
             warnings.append(("unsendable", text, "Its score stands; feedback and callers get text in its place."))
             return dumps(([_sendable(rollout) for rollout in bare], aborted, warnings), reply=True)
 
-    def take_back(self, items: Sequence[_Run], sent: bytes) -> list[Rollout]:
-        """See `Travelling.take_back`."""
+    def receive_results(self, items: Sequence[_Run], sent: bytes) -> list[Rollout]:
+        """Return the rollouts, with the examples and predictors of this process."""
         rollouts, aborted, warnings = loads(sent)
         self.stage.aborted_usage.add(aborted)
         for warning in warnings:

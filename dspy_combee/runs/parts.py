@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import cloudpickle
@@ -17,8 +18,8 @@ from gepa.core.data_loader import ensure_loader
 from gepa.core.state import GEPAState
 from gepa.gepa_utils import json_default
 
-from dspy_combee.calls import executor_options
-from dspy_combee.calls.executors import Executor, in_use
+from dspy_combee import calls
+from dspy_combee.calls.executors import Executor
 from dspy_combee.calls.lm_calls import UsageMeter
 from dspy_combee.controller.budget import CostGuard
 from dspy_combee.learners.proposer import CombeeProposer
@@ -42,7 +43,7 @@ class ReflectionParts:
 
 def make_executor(optimizer: Any) -> Executor:
     """What runs the rollouts and reflection calls of a run."""
-    return executor_options.make_executor(optimizer.executor, optimizer.num_threads)
+    return calls.make_executor(optimizer.executor, optimizer.num_threads)
 
 
 @contextmanager
@@ -58,9 +59,8 @@ def ready_to_run(adapter: CombeeAdapter, examples: Sequence[Any], later: Sequenc
         TypeError: If the executor cannot take the program, the metric or an example where it runs them.
         ExecutorError: If it cannot be reached.
     """
-    if hasattr(adapter.executor, "check"):
-        adapter.map_stage.check(adapter.student, [*_items(examples), *_items(later)])
-    with in_use(adapter.executor) if examples else nullcontext():
+    adapter.map_stage.check(adapter.student, chain(_items(examples), _items(later)))
+    with adapter.executor.opened() if examples else nullcontext():
         yield
 
 
@@ -133,7 +133,7 @@ def secrets_in_run(student: Any, reflection_lm: Any) -> set[str]:
     return secrets_of(lm for lm in lms if lm is not None)
 
 
-def _items(examples: Any) -> list[Any]:
-    """The examples of a list, or of one of gepa's data loaders."""
+def _items(examples: Any) -> Iterator[Any]:
+    """Yield the examples of a list, or of one of gepa's data loaders, which is asked only when they are used."""
     loader: Any = ensure_loader(examples)
-    return list(loader.fetch(list(loader.all_ids())))
+    yield from loader.fetch(list(loader.all_ids()))

@@ -10,7 +10,6 @@ from typing import Any
 
 import dspy
 
-from dspy_combee.calls.executors import in_use
 from dspy_combee.controller.batch_size import FixedSize, PowerLawBatchSize, ReplayedSizes, StepTiming, resolve_sizer
 from dspy_combee.controller.budget import Ledger
 from dspy_combee.controller.sampling import Budget, EpochSampler
@@ -140,7 +139,7 @@ class PlaybookRun:
         self.learner.check([*self.trainset, *(self.valset or ())])
         secrets = secrets_of(lm for lm in lms if lm is not None)
         log_dir = None if self.step_log is None else self.options.log_dir
-        with alone_in(log_dir), keeping_secret(secrets), in_use(self.learner.executor):
+        with alone_in(log_dir), keeping_secret(secrets), self.learner.executor.opened():
             return self._execute()
 
     def _execute(self) -> Any:

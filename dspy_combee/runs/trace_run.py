@@ -24,7 +24,7 @@ from typing import Any
 
 import dspy
 
-from dspy_combee.calls.executor_options import make_executor
+from dspy_combee.calls import make_executor
 from dspy_combee.controller.batch_size import PowerLawBatchSize, StepTiming
 from dspy_combee.learners.trace_batches import (
     TraceBatch,
