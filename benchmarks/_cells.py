@@ -23,7 +23,8 @@ from dspy_combee.calls.lm_calls import usage_of
 from dspy_combee.records.lengths import estimate_tokens
 from dspy_combee.reduce import resolve_aggregator
 from dspy_combee.reduce.baselines import TopKAggregator
-from dspy_combee.rollouts.map import MapStage, ProgramCopier, RolloutJob, Scorer
+from dspy_combee.rollouts.feedback import Scorer
+from dspy_combee.rollouts.map import MapStage, ProgramCopier
 
 Size = int | str
 """n, or `"auto"`."""
@@ -161,7 +162,7 @@ def judge(program: Any, task: Task, num_threads: int) -> tuple[float, int]:
 def run_program(program: Any, task: Task, examples: Sequence[dspy.Example], num_threads: int) -> list[Rollout]:
     """Run a program on examples. A provider that fails stops it; any other failure is a wrong answer."""
     stage = MapStage(ProgramCopier(program), Scorer(task.metric), ThreadExecutor(num_threads))
-    return stage.run([RolloutJob(program, example, index) for index, example in enumerate(examples)])
+    return stage.run([(program, examples)])
 
 
 def make_aggregator(name: str, settings: Settings) -> Any:

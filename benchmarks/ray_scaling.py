@@ -39,7 +39,7 @@ import dspy
 
 from dspy_combee import Executor, RayExecutor, ThreadExecutor
 from dspy_combee.rollouts.feedback import Scorer
-from dspy_combee.rollouts.map import MapStage, ProgramCopier, RolloutJob
+from dspy_combee.rollouts.map import MapStage, ProgramCopier
 from dspy_combee.testing import ScriptedLM
 
 TARGET_MS = 2.0
@@ -83,7 +83,7 @@ def seconds(case: Case) -> float:
     lm = ScriptedLM(default={"answer": "right"}, latency=case.wait)
     with dspy.context(lm=lm):
         started = time.perf_counter()
-        rollouts = stage.run([RolloutJob(case.program, example, index) for index, example in enumerate(batch)])
+        rollouts = stage.run([(case.program, batch)])
         taken = time.perf_counter() - started
     assert all(rollout.score == 1.0 for rollout in rollouts), "a rollout failed"
     return taken

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from dspy_combee.calls.executors import Executor, ThreadExecutor
     from dspy_combee.calls.ray_executor import RayExecutor
     from dspy_combee.controller.batch_size import BatchSizeFit, PowerLawBatchSize
-    from dspy_combee.learners.proposer import CombeeProposer
+    from dspy_combee.learners.instruction import CombeeProposer
     from dspy_combee.optimizer import CombeeOptimizer
     from dspy_combee.playbook import Bullet, Playbook
     from dspy_combee.playbook_optimizer import PlaybookOptimizer
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from dspy_combee.records.types import ProposalNode, Reduction, Rollout, Spent, StepRecord, Usage
     from dspy_combee.reduce.baselines import FlatAggregator, SummarizeAggregator, TopKAggregator
     from dspy_combee.reduce.tree import Aggregator, TreeAggregator
-    from dspy_combee.runs.playbook_result import PlaybookResult
-    from dspy_combee.runs.result import CombeeResult
+    from dspy_combee.runs.result import CombeeResult, PlaybookResult
     from dspy_combee.traces import Trace, load_traces, save_traces, traces_from
 
 __version__ = "0.1.0"
@@ -73,7 +72,7 @@ _HOMES = {
     "Bullet": "playbook",
     "CombeeError": "records.errors",
     "CombeeOptimizer": "optimizer",
-    "CombeeProposer": "learners.proposer",
+    "CombeeProposer": "learners.instruction",
     "CombeeResult": "runs.result",
     "Executor": "calls.executors",
     "ExecutorError": "records.errors",
@@ -81,7 +80,7 @@ _HOMES = {
     "OutOfBudgetError": "records.errors",
     "Playbook": "playbook",
     "PlaybookOptimizer": "playbook_optimizer",
-    "PlaybookResult": "runs.playbook_result",
+    "PlaybookResult": "runs.result",
     "PowerLawBatchSize": "controller.batch_size",
     "ProposalNode": "records.types",
     "ProviderError": "records.errors",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -308,7 +309,8 @@ class CombeeOptimizer(dspy.GEPA):
         scope = RunScope(options, student, options.reflection_lm, num_items, total, size)
         learner = self._make_learner(scope)
         refuse_other_state(self.log_dir, learner.start(), with_traces=source is not None)
-        with scope.opened([*items_of(valset or []), *items_of(trainset)]):
+        examples = chain(items_of(valset or []), items_of(trainset))
+        with scope.opened(examples, bool(valset or trainset), tracked=source is not None):
             loop = None
             if source is not None:
                 loop = Loop(

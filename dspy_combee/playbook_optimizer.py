@@ -230,6 +230,7 @@ class PlaybookOptimizer(Teleprompter):
         examples = [] if nothing and traces is not None else check_examples("trainset", trainset or ())
         validation = None if valset is None else check_examples("valset", valset)
         options, size = self.run_options, self.minibatch_size
+        predictors = [name for name, _ in named_predictors(student)]
         budget = Budget(len(examples), 0, num_epochs=self.num_epochs)
         # A list replays a whole run, the steps on traces included: both sources draw from one.
         replayed = ReplayedSizes(size) if isinstance(size, list) else None
@@ -248,7 +249,7 @@ class PlaybookOptimizer(Teleprompter):
         learner = PlaybookLearner(self.options, student, scope.tools())
         state_path = None if options.log_dir is None else Path(options.log_dir) / PLAYBOOK_STATE
         loop = Loop(scope, learner, sources, validation or (), state_path)
-        with scope.opened([*examples, *(validation or ())]):
+        with scope.opened([*examples, *(validation or ())], bool(examples or validation)):
             loop.run()
         program = loop.build()
         if options.track_stats:
@@ -278,6 +279,7 @@ class PlaybookOptimizer(Teleprompter):
             ValueError: If there are no examples.
         """
         window = check_examples("examples", examples)
+        named_predictors(program)
         size = FixedSize(len(window))
         # Nothing is saved and nothing shown of a window: the next one goes on from the program.
         options = replace(self.run_options, log_dir=None, verbose=False, track_stats=True, tracking=TrackingOptions())

@@ -28,19 +28,19 @@ class Traveller:
     def parts(self):
         return {"the function": self.function}
 
-    def send(self, items):
+    def send_items(self, items):
         return cloudpickle.dumps(list(items))
 
-    def receive(self, sent):
+    def receive_items(self, sent):
         return cloudpickle.loads(sent)
 
-    def send_back(self, results):
+    def send_results(self, results):
         return cloudpickle.dumps(list(results))
 
-    def take_back(self, items, sent):
+    def receive_results(self, items, sent):
         return cloudpickle.loads(sent)
 
-    def lost(self, item, reason):
+    def lost_result(self, item, reason):
         return f"lost {item}: {reason}"
 
 

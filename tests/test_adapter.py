@@ -13,10 +13,10 @@ from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.teleprompt.gepa import InstructionProposer
 
 from dspy_combee import CombeeOptimizer, ProviderError, ThreadExecutor
-from dspy_combee.calls.backoff import Backoff
-from dspy_combee.rollouts.feedback import Scorer
-from dspy_combee.runs.adapter import CombeeAdapter
+from dspy_combee.calls.executors import Backoff
 from dspy_combee.testing import ScriptedLM
+
+from . import run_parts
 
 # dspy.GEPA's own doings.
 gepa_warns = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -39,8 +39,8 @@ def by_number(gold, pred, trace=None, pred_name=None, pred_trace=None):
     return dspy.Prediction(score=int(gold.question[1:]) / 10, feedback=f"{pred_name} on {gold.question}: {pred.answer}")
 
 
-def make_adapter(program, *, metric=by_number, num_threads=4, **options) -> CombeeAdapter:
-    return CombeeAdapter(program, Scorer(metric), ThreadExecutor(num_threads), **options)
+def make_adapter(program, *, metric=by_number, num_threads=4):
+    return run_parts.make_adapter(program, metric, num_threads)
 
 
 class Pair(dspy.Module):
@@ -57,7 +57,7 @@ class Pair(dspy.Module):
 
 
 def test_seed_candidate():
-    assert make_adapter(Pair()).seed_candidate() == {"first": "Note it.", "second": "Answer it."}
+    assert make_adapter(Pair()).program.seed() == {"first": "Note it.", "second": "Answer it."}
 
 
 def test_seed_candidate_holds_the_code_of_flex():
@@ -65,8 +65,8 @@ def test_seed_candidate_holds_the_code_of_flex():
     program.flex = dspy.Flex("question -> answer", interpreter_factory=LocalInterpreter)
     program.note = dspy.Predict(dspy.Signature("question -> note", "Note it."))
     adapter = make_adapter(program)
-    assert adapter.code_components == {"flex"}
-    assert adapter.seed_candidate() == {"note": "Note it.", "flex": program.flex.module_src}
+    assert adapter.program.code == {"flex"}
+    assert adapter.program.seed() == {"note": "Note it.", "flex": program.flex.module_src}
     code = program.flex.module_src.replace("class ", "class Other")
     assert adapter.build_program({"flex": code, "note": "x"}).flex.module_src == code
 
@@ -90,7 +90,7 @@ def search(query: str) -> str:
 
 def test_tool_list_is_put_back_only_where_it_is_missing():
     adapter = make_adapter(dspy.ReAct("question -> answer", tools=[search, dspy.Tool(len, name="count")]))
-    seed = adapter.seed_candidate()
+    seed = adapter.program.seed()
     assert adapter.build_program(seed).react.signature.instructions == seed["react"]
     built = adapter.build_program({**seed, "react": "Be brief."}).react.signature.instructions
     lines = built.split("\n")
@@ -113,7 +113,7 @@ def test_attribute_called_tools_that_holds_no_tools():
 
 def test_evaluate_with_and_without_traces():
     adapter = make_adapter(Pair())
-    seed = adapter.seed_candidate()
+    seed = adapter.program.seed()
     with dspy.context(lm=ScriptedLM(default=reply)):
         plain = adapter.evaluate(examples(4), seed)
         traced = adapter.evaluate(examples(4), seed, capture_traces=True)
@@ -168,7 +168,7 @@ class FailsOnQ1(Pair):
 
 def test_failures_in_a_batch_and_in_its_records():
     adapter = make_adapter(FailsOnQ1(), metric=failing)
-    seed = adapter.seed_candidate()
+    seed = adapter.program.seed()
     with dspy.context(lm=ScriptedLM(default=reply)):
         batch = adapter.evaluate(examples(3), seed, capture_traces=True)
         dataset = adapter.make_reflective_dataset(seed, batch, ["second", "first"])
@@ -190,7 +190,7 @@ def test_failures_in_a_batch_and_in_its_records():
 def test_no_record_at_all_is_the_error_of_dspy_gepa():
     adapter = make_adapter(Pair())
     with dspy.context(lm=ScriptedLM(default=reply)):
-        batch = adapter.evaluate(examples(2), adapter.seed_candidate(), capture_traces=True)
+        batch = adapter.evaluate(examples(2), adapter.program.seed(), capture_traces=True)
     with pytest.raises(Exception, match="No valid predictions found for any module"):
         adapter.make_reflective_dataset({}, batch, ["nobody"])
 

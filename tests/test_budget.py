@@ -19,8 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_combee import CombeeOptimizer, CombeeProposer, PowerLawBatchSize, ThreadExecutor, UnknownCostError, Usage
-from dspy_combee.calls.lm_calls import UsageMeter
-from dspy_combee.controller.budget import CostGuard, Ledger
+from dspy_combee.calls.guard import CallGuard
 from dspy_combee.controller.sampling import Budget, tasks_per_step
 from dspy_combee.records.errors import OutOfBudgetError, ProviderError
 from dspy_combee.records.types import Rollout
@@ -42,6 +41,7 @@ from .lessons import (
 from .openai_server import Reply
 
 # --- the pure pieces ---------------------------------------------------------------------------------------
+from .run_parts import make_scope
 
 
 def test_what_fits_after_the_seed_makes_the_budget_exact():
@@ -90,13 +90,13 @@ def test_proposals_of_the_strategies_of_gepa():
 
 
 def test_the_ledger_adds_up_by_phase():
-    ledger = Ledger()
+    scope = make_scope(dspy.Predict("question -> answer"), make(learning_lm()))
     made = [Rollout(i, None, None, (), 0.0, None, usage=Usage(calls=2, input_tokens=10)) for i in range(3)]
-    ledger.add_rollouts("profiling", made)
-    ledger.add_rollouts("rollouts", made[:1])
-    ledger.add_feedback(7)
-    other = Ledger()
-    other.set_state(ledger.get_state())
+    scope.note_rollouts("profiling", made)
+    scope.note_rollouts("rollouts", made[:1])
+    scope.note_feedback(7, Usage())
+    other = make_scope(dspy.Predict("question -> answer"), make(learning_lm()))
+    other.restore(scope.spent)
     assert other.spent.metric_calls == 4
     assert other.spent.metric_calls_in("profiling") == 3
     assert other.spent.metric_calls_in("feedback") == 7
@@ -664,21 +664,31 @@ def test_code_of_a_model_without_a_price_is_an_error(priced_lm, openai_server):
 # --- the guard ---------------------------------------------------------------------------------------------
 
 
-def test_a_wave_without_calls_through_dspy_is_pointed_out_once(caplog):
-    guard = CostGuard(ThreadExecutor(2), 1.0, UsageMeter())
-    assert guard.map(str, [1, 2]) == ["1", "2"]
-    guard.map(str, [3])
+class Calls:
+    """Text of each item; what is refused is an error."""
+
+    def __call__(self, item):
+        return str(item)
+
+    def late(self, item, seconds):
+        raise TimeoutError
+
+    def refused(self, item, error):
+        raise error
+
+
+def test_a_proposer_that_calls_nothing_through_dspy_is_pointed_out_once(priced_lm, openai_server, caplog):
+    def outside(candidate, reflective_dataset, components_to_update):
+        return {name: candidate[name] + " More." for name in components_to_update}
+
+    learn_for(priced_lm(), 1.0, instruction_proposer=outside)
     assert len([line for line in caplog.messages if "sees only calls made through DSPy" in line]) == 1
-    unlimited = CostGuard(ThreadExecutor(2), None, UsageMeter())
-    unlimited.map(str, [1])
-    assert len(caplog.messages) == 1
 
 
 def test_the_guard_refuses_a_wave_once_the_money_is_spent():
-    meter = UsageMeter()
-    guard = CostGuard(ThreadExecutor(2), 1.0, meter)
-    meter.add(Usage(calls=1, cost=0.99))
-    guard.map(str, [1])
-    meter.add(Usage(calls=1, cost=0.01))
+    guard = CallGuard(ThreadExecutor(2), max_cost=1.0)
+    guard.meter.add(Usage(calls=1, cost=0.99))
+    assert guard.map(Calls(), [1]) == ["1"]
+    guard.meter.add(Usage(calls=1, cost=0.01))
     with pytest.raises(OutOfBudgetError, match=r"\$1"):
-        guard.map(str, [1])
+        guard.map(Calls(), [1])

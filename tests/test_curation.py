@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_combee.calls.executors import ThreadExecutor
+from dspy_combee.calls.guard import CallGuard
 from dspy_combee.calls.lm_calls import UsageMeter, check_reply
-from dspy_combee.calls.structured import TimedCalls
 from dspy_combee.learners.curation import CuratorCalls, read_operations
 from dspy_combee.learners.delta_merge import (
     DecisionReader,
@@ -310,8 +310,8 @@ def node_call(items, kind="propose"):
     return NodeCall(task, "1.0", kind, ("r0", "r1"), tuple(items))
 
 
-def calls(lm, meter=None, timeout=None):
-    return CuratorCalls(lm, meter or UsageMeter(), {"self": BOOK}, NEAR, timeout)
+def calls(lm, meter=None):
+    return CuratorCalls(lm, meter or UsageMeter(), {"self": BOOK}, NEAR)
 
 
 def test_a_curator_call_gives_deltas():
@@ -398,9 +398,9 @@ def test_a_merge_call_that_fails_loses_nothing():
 
 def test_a_merge_call_that_takes_too_long_loses_nothing():
     lm = ScriptedLM(default={"decisions": []}, latency=5)
-    executor = TimedCalls(ThreadExecutor(2), 0.05)
+    guard = CallGuard(ThreadExecutor(2), timeout=0.05)
     items = [node_call([(SIMILAR[0],), (SIMILAR[1],)], "merge"), node_call([{"id": "s1.r0"}])]
-    merged, proposed = executor.map(calls(lm, timeout=0.05), items)
+    merged, proposed = guard.map(calls(lm), items)
     assert merged.output == tuple(SIMILAR[:2])
     assert "longer than 0.05 seconds" in merged.error
     assert proposed.output is None

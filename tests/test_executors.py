@@ -14,7 +14,7 @@ import dspy
 import pytest
 
 from dspy_combee import Executor, ProviderError, RayExecutor, ThreadExecutor
-from dspy_combee.calls.backoff import Backoff
+from dspy_combee.calls.executors import Backoff
 
 WITHOUT_RAY = importlib.util.find_spec("ray") is None
 

@@ -12,8 +12,7 @@ import dspy
 import pytest
 
 from dspy_combee import CombeeOptimizer, ProviderError
-from dspy_combee.calls.backoff import Backoff, Throttle
-from dspy_combee.calls.executors import ThreadExecutor
+from dspy_combee.calls.executors import Backoff, ThreadExecutor, Throttle
 
 from .openai_server import OpenAIServer, Reply
 

@@ -13,8 +13,7 @@ import dspy
 import pytest
 
 from dspy_combee import ProviderError, ReflectionError
-from dspy_combee.calls.backoff import Backoff
-from dspy_combee.calls.executors import ThreadExecutor
+from dspy_combee.calls.executors import Backoff, ThreadExecutor
 from dspy_combee.records.secrecy import secrets_of
 from dspy_combee.report.step_log import read_steps
 

@@ -24,7 +24,7 @@ from dspy_combee import (
     ThreadExecutor,
     TreeAggregator,
 )
-from dspy_combee.calls.backoff import Backoff
+from dspy_combee.calls.executors import Backoff
 
 from .lessons import (
     Chain,

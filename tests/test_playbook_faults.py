@@ -7,10 +7,8 @@ import dspy
 import pytest
 
 from dspy_combee import OutOfBudgetError, Playbook, ProviderError, ReflectionError, UnknownCostError
-from dspy_combee.calls.backoff import Backoff
-from dspy_combee.calls.executors import ThreadExecutor
+from dspy_combee.calls.executors import Backoff, ThreadExecutor
 from dspy_combee.calls.lm_calls import UsageMeter
-from dspy_combee.runs.playbook_run import PlaybookRun
 from dspy_combee.testing import Reply
 
 from .lessons import examples, metric
@@ -232,25 +230,24 @@ class Priced(UsageMeter):
         super().add(type(usage)(usage.calls, usage.cache_hits, cost=float(usage.calls)))
 
 
-def priced_run(lm, budget, meter, **options) -> PlaybookRun:
-    optimizer = make(lm, **options)
-    run = PlaybookRun(optimizer.options, dspy.Predict("question -> answer"), examples(12))
-    run.learner.meter = run.learner.guard.meter = meter
-    run.learner.guard.max_cost = budget
-    return run
+def priced_run(lm, budget, meter, **options):
+    """Learn within a budget, each call priced by `meter`; the detailed results and the program."""
+    optimizer = make(lm, track_stats=True, **options)
+    object.__setattr__(optimizer.run_options, "max_reflection_cost", budget)  # The scripted LM has no known price.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dspy_combee.calls.guard.UsageMeter", lambda: meter)
+        with dspy.context(lm=lm):
+            program = optimizer.compile(dspy.Predict("question -> answer"), examples(12))
+    return program.detailed_results, program
 
 
 def test_the_run_ends_when_the_reflection_money_is_spent():
     lm = playbook_lm()
-    with dspy.context(lm=lm):
-        run = priced_run(lm, 3.0, Priced(), minibatch_size=2)
-        program = run.execute()
+    run, program = priced_run(lm, 3.0, Priced(), minibatch_size=2)
     # Two reflections, the curator, and then nothing more.
     assert run.spent.usage_in("reflection").cost == 3.0
     assert len(contents(program)) == 2
-    with dspy.context(lm=lm):
-        run = priced_run(lm, 2.0, Priced(), minibatch_size=2)
-        program = run.execute()
+    run, program = priced_run(lm, 2.0, Priced(), minibatch_size=2)
     assert contents(program) == []
     assert "is spent" in run.steps[0].reason
     assert len(run.steps[0].reflections) == 2
@@ -259,9 +256,7 @@ def test_the_run_ends_when_the_reflection_money_is_spent():
 
 def test_what_the_curators_were_paid_for_is_kept_when_the_money_is_spent(caplog):
     lm = playbook_lm()
-    with dspy.context(lm=lm):
-        run = priced_run(lm, 6.0, Priced(), minibatch_size=4)
-        program = run.execute()
+    run, program = priced_run(lm, 6.0, Priced(), minibatch_size=4)
     assert len(contents(program)) == 4
     assert len(run.steps) == 1
     assert "without a call" in run.steps[0].reason
@@ -270,8 +265,8 @@ def test_what_the_curators_were_paid_for_is_kept_when_the_money_is_spent(caplog)
 
 def test_an_unknown_cost_is_an_error():
     lm = playbook_lm()
-    with dspy.context(lm=lm), pytest.raises(UnknownCostError) as caught:
-        priced_run(lm, 3.0, UsageMeter()).execute()
+    with pytest.raises(UnknownCostError) as caught:
+        priced_run(lm, 3.0, UsageMeter())
     assert contents(caught.value.best_program) == []
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 import dspy
 import pytest
 
-from dspy_combee import Playbook, PowerLawBatchSize
-from dspy_combee.records.types import Spent, Usage
-from dspy_combee.runs.playbook_state import RunState, RunStateFile
+from dspy_combee import PowerLawBatchSize
 
 from .clocks import LookClock
 from .lessons import Chain, examples
@@ -24,7 +22,6 @@ SCRIPT = """
 import json, os, signal, sys
 sys.path.insert(0, {root!r})
 import dspy
-from dspy_combee.runs import playbook_state as state
 from tests.lessons import Chain, examples
 from tests.playbook_lessons import all_text, is_curator, is_reflector, learn, playbook_lm
 
@@ -155,21 +152,3 @@ def test_learn_leaves_the_log_dir_alone(tmp_path):
     with dspy.context(lm=lm):
         make(lm, log_dir=tmp_path).learn(dspy.Predict("question -> answer"), examples(3))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_state_comes_back_equal(tmp_path):
-    state = RunState(
-        playbooks={"a.b": Playbook().apply([{"type": "ADD", "content": "x\n中"}]).playbook},
-        step=3,
-        best={"a.b": Playbook()},
-        best_score=0.5,
-        batch_sizes=(4, 8),
-        sampler={"epoch": 1, "queue": [3], "drawn": 9, "kind": "FixedSize", "sizer": None},
-        spent=Spent({"rollouts": 12}, {"rollouts": Usage(12, 0, 5, 6, None)}),
-        reflection=Usage(3, 1, 2, 2, 0.25),
-    )
-    file = RunStateFile(tmp_path / "new", {"seed": 0})
-    assert file.load() is None
-    file.save(state)
-    assert file.load() == state
-    assert "中" in (tmp_path / "new" / STATE).read_text(encoding="utf-8")

@@ -16,8 +16,7 @@ from gepa.proposer.reflective_mutation.reflection_lm import BatchReflectionLM
 from gepa.strategies.proposal_sampling import PxNSampling
 
 from dspy_combee import CombeeOptimizer, CombeeProposer, ProviderError, TreeAggregator
-from dspy_combee.calls.backoff import Backoff
-from dspy_combee.calls.executors import ThreadExecutor
+from dspy_combee.calls.executors import Backoff, ThreadExecutor
 from dspy_combee.records.errors import UnknownCostError
 from dspy_combee.records.text import as_text
 from dspy_combee.testing import Reply, ScriptedLM

@@ -21,12 +21,12 @@ import pytest
 from gepa.strategies.proposal_sampling import PxNSampling
 
 from dspy_combee import CombeeOptimizer, Executor, ExecutorError, ProviderError, RayExecutor, ThreadExecutor
-from dspy_combee.calls.backoff import Backoff
-from dspy_combee.calls.executor_options import make_executor
+from dspy_combee.calls import make_executor
+from dspy_combee.calls.executors import Backoff
 from dspy_combee.calls.ray_executor import _Connection
 from dspy_combee.calls.travel import Surroundings, dumps, pack, sendable, shards
 from dspy_combee.rollouts.feedback import Scorer
-from dspy_combee.rollouts.map import MapStage, ProgramCopier, RolloutJob
+from dspy_combee.rollouts.map import MapStage, ProgramCopier
 
 from . import playbook_lessons, ray_helpers
 from .lessons import Chain, examples, learn, learning_lm, make, metric
@@ -233,8 +233,7 @@ def stage(executor, program, score=ray_helpers.one, **options):
 
 
 def roll_out(executor, program, batch, score=ray_helpers.one, **options):
-    jobs = [RolloutJob(program, example, index) for index, example in enumerate(batch)]
-    return stage(executor, program, score, **options).run(jobs)
+    return stage(executor, program, score, **options).run([(program, batch)])
 
 
 def told(rollout):
@@ -328,7 +327,7 @@ def test_usage_of_attempts_that_were_cut_short_is_counted(on_ray):
         made = stage(on_ray(1, Backoff(first_delay=0.01)), dspy.Predict("question -> answer"))
         program = dspy.Predict("question -> answer")
         with dspy.context(lm=lm):
-            (rollout,) = made.run([RolloutJob(program, examples(1)[0], 0)])
+            (rollout,) = made.run([(program, examples(1))])
     assert rollout.score == 1.0
     assert rollout.usage.calls == 1
 

@@ -13,7 +13,7 @@ from dspy import lm15
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 
 from dspy_combee import ProviderError, ThreadExecutor
-from dspy_combee.calls.backoff import Backoff
+from dspy_combee.calls.executors import Backoff
 from dspy_combee.records.text import as_data
 from dspy_combee.records.types import Rollout, TraceStep
 from dspy_combee.rollouts.feedback import RecordMaker, Scorer, feedback_of

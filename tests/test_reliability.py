@@ -21,7 +21,7 @@ from dspy_combee import ReflectionError
 from dspy_combee.calls.lm_calls import StrictJSONAdapter, UnusableReplyError
 from dspy_combee.records.lengths import estimate_tokens
 from dspy_combee.reduce.tree import TreeAggregator
-from dspy_combee.runs.events import StepRecorder
+from dspy_combee.runs.scope import RunScope
 from dspy_combee.testing import Reply
 
 from .lessons import (
@@ -257,19 +257,19 @@ def test_dspys_trace_and_histories_do_not_fill_with_the_calls_of_a_run():
 def test_steps_are_kept_in_memory_only_where_they_are_wanted_and_not_on_disk(
     with_log_dir, track_stats, tmp_path, monkeypatch
 ):
-    recorders, told = [], []
+    scopes, told = [], []
 
-    class Seen(StepRecorder):
+    class Seen(RunScope):
         def __init__(self, *given, **options):
             super().__init__(*given, **options)
-            recorders.append(self)
+            scopes.append(self)
 
-    monkeypatch.setattr("dspy_combee.runs.search.StepRecorder", Seen)
+    monkeypatch.setattr("dspy_combee.optimizer.RunScope", Seen)
     log_dir = str(tmp_path) if with_log_dir else None
     program = learn(learning_lm(), log_dir=log_dir, track_stats=track_stats, step_callbacks=[told.append])
-    (recorder,) = recorders
+    (scope,) = scopes
     assert len(told) > 1
-    assert len(recorder.records) == (len(told) if track_stats and not with_log_dir else 1)
+    assert len(scope._steps) == (len(told) if track_stats and not with_log_dir else 1)
     if track_stats:
         assert [step.to_dict() for step in program.detailed_results.steps] == [step.to_dict() for step in told]
 

@@ -18,9 +18,9 @@ from dspy import lm15
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 
 from dspy_combee import ProviderError, ThreadExecutor
-from dspy_combee.calls.backoff import Backoff
+from dspy_combee.calls.executors import Backoff
 from dspy_combee.rollouts.feedback import Scorer
-from dspy_combee.rollouts.map import MapStage, ProgramCopier, RolloutJob
+from dspy_combee.rollouts.map import MapStage, ProgramCopier
 from dspy_combee.testing import ScriptedLM
 
 QUICK = Backoff(incidents=2, attempts=2, first_delay=0.001)
@@ -47,7 +47,7 @@ def run(program, batch, *, metric=one, lm=None, num_threads=4, timeout=None, **s
     executor = ThreadExecutor(num_threads, QUICK)
     stage = MapStage(ProgramCopier(program), Scorer(metric, **scorer), executor, timeout)
     with dspy.context(lm=lm or echo()):
-        return stage.run([RolloutJob(program, example, index) for index, example in enumerate(batch)])
+        return stage.run([(program, batch)])
 
 
 # Programs -----------------------------------------------------------------------------------------------------
@@ -462,23 +462,25 @@ def test_metric_values_with_a_plain_meaning(result, expected, caplog):
 @pytest.mark.parametrize(
     ("result", "said"),
     [
-        (None, "no number but None"),
-        (math.nan, "nan, which is no finite number"),
-        (math.inf, "inf, which is no finite number"),
-        (-math.inf, "-inf, which is no finite number"),
-        (np.float64("nan"), "which is no finite number"),
-        ("1.0", "no number but '1.0'"),
-        (b"1", "no number but b'1'"),
-        ([1.0], "no number but [1.0]"),
-        (np.zeros(3), "which is no finite number"),
-        (1j, "1j, which is no finite number"),
-        (10**400, "which is no finite number"),
-        ({}, "no number but None"),
-        ({"feedback": "f"}, "no number but None"),
-        (dspy.Prediction(score=None), "no number but None"),
-        (dspy.Prediction(answer="x"), "no number but None"),
-        ({"score": "high"}, "no number but 'high'"),
-        pytest.param(Unprintable(), "no number but <Unprintable without a text: RuntimeError>", id="unprintable"),
+        (None, "returned None instead of a number"),
+        (math.nan, "nan, which is not a finite number"),
+        (math.inf, "inf, which is not a finite number"),
+        (-math.inf, "-inf, which is not a finite number"),
+        (np.float64("nan"), "which is not a finite number"),
+        ("1.0", "returned '1.0' instead of a number"),
+        (b"1", "returned b'1' instead of a number"),
+        ([1.0], "returned [1.0] instead of a number"),
+        (np.zeros(3), "which is not a finite number"),
+        (1j, "1j, which is not a finite number"),
+        (10**400, "which is not a finite number"),
+        ({}, "returned None instead of a number"),
+        ({"feedback": "f"}, "returned None instead of a number"),
+        (dspy.Prediction(score=None), "returned None instead of a number"),
+        (dspy.Prediction(answer="x"), "returned None instead of a number"),
+        ({"score": "high"}, "returned 'high' instead of a number"),
+        pytest.param(
+            Unprintable(), "returned <Unprintable without a text: RuntimeError> instead of a number", id="unprintable"
+        ),
     ],
     ids=repr,
 )
@@ -724,10 +726,9 @@ def test_tool_with_a_lock():
 def test_several_programs_are_one_map():
     lm = ScriptedLM(default={"answer": "x"}, latency=lambda prompt, rng: random.uniform(0, 0.002))
     programs = [dspy.Predict(dspy.Signature("question -> answer", f"version {i}")) for i in range(3)]
-    jobs = [RolloutJob(program, example, index) for program in programs for index, example in enumerate(examples(8))]
     stage = MapStage(ProgramCopier(programs[0]), Scorer(one), ThreadExecutor(16))
     with dspy.context(lm=lm):
-        rollouts = stage.run(jobs)
+        rollouts = stage.run([(program, examples(8)) for program in programs])
     versions = [rollout.trace[0].predictor.signature.instructions for rollout in rollouts]
     assert versions == [f"version {i}" for i in range(3) for _ in range(8)]
     assert [rollout.index for rollout in rollouts] == [*range(8)] * 3

@@ -17,8 +17,7 @@ from dspy import lm15
 from dspy.clients import base_lm
 
 from dspy_combee import CombeeOptimizer
-from dspy_combee.calls.backoff import Backoff
-from dspy_combee.calls.executors import ThreadExecutor
+from dspy_combee.calls.executors import Backoff, ThreadExecutor
 from dspy_combee.testing.fake_engine import FakeEngine, FakeLM, Reply
 
 pytestmark = [

@@ -99,14 +99,14 @@ def test_a_file_that_is_cut_short_or_no_json(saved):
 
 def test_the_state_of_other_components_is_refused(saved):
     data = json.loads(saved[3])
-    held = data["playbooks"] if "playbooks" in data else data["state"]["candidate"]
+    held = data["state"]["current"]
     held["stranger"] = held.pop(next(iter(held)))
     assert "stranger" in str(outcome(saved, json.dumps(data).encode()))
 
 
 def test_values_of_the_file_are_not_told(saved):
     data = json.loads(saved[3])
-    (data.get("state") or data)["batch_sizes"] = "s3cr3t"
+    data["state"]["batch_sizes"] = "s3cr3t"
     error = str(outcome(saved, json.dumps(data).encode()))
     assert "batch_sizes" in error
     assert "s3cr3t" not in error

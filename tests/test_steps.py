@@ -19,8 +19,10 @@ from .lessons import (
     is_reflection,
     learn,
     learning_lm,
+    make,
     numbers_in,
 )
+from .run_parts import make_scope
 
 
 class Watch:
@@ -344,15 +346,20 @@ def test_merge_steps_make_no_record():
 STATE = SimpleNamespace(program_candidates=[{}], program_full_scores_val_set=[0.5], total_num_evals=9)
 
 
+def make_recorder():
+    program = dspy.Predict("question -> answer")
+    return StepRecorder(make_scope(program, make(learning_lm(), track_stats=True)))
+
+
 def recorded(*events):
-    recorder = StepRecorder()
+    recorder = make_recorder()
     recorder.on_iteration_start({"state": STATE, "iteration": 4})
     recorder.on_candidate_selected({"candidate_idx": 2})
     recorder.on_minibatch_sampled({"minibatch_ids": ["a", "b"]})
     for name, event in events:
         getattr(recorder, name)(event)
     recorder.on_iteration_end({"proposal_accepted": False})
-    return recorder.records
+    return recorder.scope.steps
 
 
 SCORES = [0.0, 1.0]
@@ -373,7 +380,7 @@ def test_a_step_that_raised_before_its_evaluation_is_no_step():
 
 def test_a_child_of_code_alone_is_a_child():
     """Code components give no nodes; two tasks that share the parent's scores still get one child each."""
-    recorder = StepRecorder()
+    recorder = make_recorder()
     recorder.on_iteration_start({"state": STATE, "iteration": 1})
     for _ in range(2):
         recorder.on_candidate_selected({"candidate_idx": 0})
@@ -390,7 +397,7 @@ def test_a_child_of_code_alone_is_a_child():
     recorder.on_valset_evaluated(entered)
     recorder.on_candidate_accepted({"new_candidate_idx": 1, "new_score": 2.0, "parent_ids": [0]})
     recorder.on_iteration_end({"proposal_accepted": True})
-    first, second = recorder.records
+    first, second = recorder.scope.steps
     assert (first.candidate, first.scores_after, first.reason) == (1, (1.0, 1.0), "")
     assert (second.candidate, second.scores_after, second.reason) == (None, (0.0, 0.0), "worse")
     assert first.k == first.duplication_factor == 1

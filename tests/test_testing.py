@@ -20,7 +20,7 @@ from dspy.teleprompt.gepa import InstructionProposer
 from dspy.utils.exceptions import LMRateLimitError, LMTimeoutError, LMTransportError, LMUnexpectedError
 
 from dspy_combee import CombeeProposer
-from dspy_combee.learners.instruction_calls import MergeInstructions
+from dspy_combee.learners.instruction import MergeInstructions
 from dspy_combee.testing import (
     AnswerKey,
     CapacityLoss,

@@ -10,11 +10,20 @@ import dspy
 import pytest
 from dspy.clients import base_lm
 
-from dspy_combee import CombeeResult, PowerLawBatchSize, ReflectionError, TreeAggregator, load_traces, save_traces
-from dspy_combee.learners.trace_batches import CONTEXT_TOKENS, context_tokens, group_tokens, trace_sizer
+from dspy_combee import (
+    CombeeResult,
+    PowerLawBatchSize,
+    ReflectionError,
+    Spent,
+    TreeAggregator,
+    Usage,
+    load_traces,
+    save_traces,
+)
+from dspy_combee.learners.learner import CONTEXT_TOKENS, context_tokens, record_tokens
 from dspy_combee.records.lengths import estimate_tokens
 from dspy_combee.report import html_page
-from dspy_combee.runs.trace_state import TraceState, TraceStateFile
+from dspy_combee.runs.state import LoopState, StateFile
 from dspy_combee.testing import SimulatedLM
 
 from .clocks import LookClock
@@ -286,7 +295,6 @@ def test_d_of_n_is_the_time_without_validation():
 def test_a_long_list_replays_and_a_short_one_repeats_its_last_size():
     program = learn(learning_lm(), traces(12), reflection_minibatch_size=[2, 5])
     assert program.detailed_results.batch_sizes == (2, 5, 5)
-    assert trace_sizer(7, 1000, 2000).next_size(1000).n == 7
 
 
 # The budget ---------------------------------------------------------------------------------------------------
@@ -298,7 +306,7 @@ def test_the_metric_calls_are_never_exceeded(budget, steps, caplog):
     result = program.detailed_results
     assert len(result.steps) == steps
     assert result.total_metric_calls <= budget
-    assert ("a validation pass (6) is not left" in caplog.text) == (steps < 5)
+    assert ("do not cover another validation pass (6)" in caplog.text) == (steps < 5)
 
 
 @pytest.mark.parametrize("budget", [{"auto": "light"}, {"max_full_evals": 4}])
@@ -489,12 +497,17 @@ def test_states_of_other_runs_are_refused(tmp_path):
 
 def test_a_state_comes_back_equal(tmp_path):
     sampler = {"epoch": 1, "queue": [3], "drawn": 8, "kind": "ReplayedSizes", "sizer": 2}
-    state = TraceState({"self": "中 \ud800".encode("utf-8", "replace").decode()}, 1, 2, (0.5, 1.0), (4, 4), sampler)
-    file = TraceStateFile(tmp_path, {"seed": 0})
-    assert file.load() is None
-    file.save(state)
-    assert file.load() == state
-    assert state.score == 0.75
+    texts = {"self": "中 \ud800".encode("utf-8", "replace").decode()}
+    spent = Spent({"rollouts": 12}, {"rollouts": Usage(12, 0, 5, 6, None)})
+    samplers = {"traces": sampler}
+    state = LoopState(
+        texts, 3, 2, texts, 0.75, (0.5, 1.0), 2, (4, 4, 4), samplers, spent, Usage(3, 1, 2, 2, 0.25), True
+    )
+    file = StateFile(tmp_path / "new" / "trace_state.json", {"seed": 0})
+    assert file.read() is None
+    file.write(state)
+    assert file.read() == state
+    assert "中" in file.path.read_text(encoding="utf-8")
 
 
 # Long ones, and many ------------------------------------------------------------------------------------------
@@ -524,10 +537,10 @@ def test_without_a_limit_a_call_fits_the_paper_s_model():
 
 def test_how_much_of_a_trace_is_shown():
     tree = TreeAggregator(max_context_tokens=32_000)
-    assert group_tokens(tree, 2_000, 30, None, 2) == 2_500  # Groups of 12.
-    assert group_tokens(tree, 2_000, 30, 1, 2) == 1_000  # A flat tree is split rather than starved.
-    assert group_tokens(tree, 2_000, 2, None, 2) == 15_000
-    assert group_tokens(object(), 0, 30, None, 2) == CONTEXT_TOKENS // 30
+    assert record_tokens(tree, 2_000, 30, None, 2) == 2_500  # Groups of 12.
+    assert record_tokens(tree, 2_000, 30, 1, 2) == 1_000  # A flat tree is split rather than starved.
+    assert record_tokens(tree, 2_000, 2, None, 2) == 15_000
+    assert record_tokens(object(), 0, 30, None, 2) == CONTEXT_TOKENS // 30
     assert context_tokens(tree, 50_000) == 100
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from dspy_combee import PowerLawBatchSize
-from dspy_combee.runs.tracking import PREFIX, STEP, StepTracking, has_wandb_run, step_metrics
+from dspy_combee.runs.tracking import PREFIX, STEP, StepTracking, TrackingOptions, has_wandb_run, step_metrics
 
 from .clocks import LookClock
 from .lessons import learn, learning_lm
@@ -136,7 +136,7 @@ def test_what_is_not_known_or_not_finite_is_left_out():
 
 
 def test_without_trackers_nothing_is_imported_or_logged():
-    StepTracking(False, False, False, EXAMPLES)(steps_of(1)[0])
+    StepTracking(TrackingOptions(), EXAMPLES)(steps_of(1)[0])
 
 
 # MLflow ------------------------------------------------------------------------------------------------------

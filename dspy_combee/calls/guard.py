@@ -17,15 +17,15 @@ Result = TypeVar("Result", covariant=True)
 class GuardedCalls(Protocol[Item, Result]):
     """Make one call for an item, and say what stands in its place where it is late or refused."""
 
-    def __call__(self, item: Item) -> Result:
+    def __call__(self, item: Item, /) -> Result:
         """Make the call."""
         ...
 
-    def late(self, item: Item, seconds: float) -> Result:
+    def late(self, item: Item, seconds: float, /) -> Result:
         """Return the result of a call that took longer than `seconds`, or raise `TimeoutError`."""
         ...
 
-    def refused(self, item: Item, error: OutOfBudgetError) -> Result:
+    def refused(self, item: Item, error: OutOfBudgetError, /) -> Result:
         """Return the result of a call that is not made because the money is spent, or raise `error`."""
         ...
 

@@ -8,15 +8,15 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import dspy
 
-from dspy_combee.calls.executors import ThreadExecutor, check_timeout
+from dspy_combee.calls.executors import Executor, ThreadExecutor, check_timeout
 from dspy_combee.calls.ray_tasks import Cargo, Flight, Shape, run_shard
-from dspy_combee.calls.travel import Travelling
+from dspy_combee.calls.travel import RemoteFunction
 from dspy_combee.records.checks import check_int
 from dspy_combee.records.errors import ExecutorError
 from dspy_combee.records.secrecy import shorten
@@ -30,7 +30,7 @@ TASK_NAME = "dspy_combee.rollouts"
 _LARGEST_SHARD = 64  # Examples of a task at most, where nobody says: what is lost with a worker, and made again.
 
 
-class RayExecutor:
+class RayExecutor(Executor):
     """Executor that runs rollouts as tasks on Ray, and reflection and feedback calls on threads of this process.
 
     The examples are cut into shards; each is a Ray task that runs its rollouts in a thread pool of its own, with
@@ -131,7 +131,7 @@ class RayExecutor:
             TypeError: If the function or an item cannot be pickled; it names what cannot.
             ExecutorError: If Ray cannot be reached, its workers cannot run the function, or all of them are lost.
         """
-        if not isinstance(function, Travelling) or self._threads.holds_caller:
+        if not isinstance(function, RemoteFunction) or self._threads.holds_caller:
             return self._threads.map(function, items, timeout=timeout, on_timeout=on_timeout)
         check_timeout(timeout, on_timeout)
         if not items:
@@ -140,15 +140,17 @@ class RayExecutor:
         with self:
             return self._flight(function, list(items)).results(cargo)
 
-    def check(self, function: Travelling, items: Sequence[Any]) -> None:
-        """Find out now what could not travel later.
+    def opened(self) -> RayExecutor:
+        """Keep this process connected to Ray for the duration of a run."""
+        return self
 
-        Raises:
-            TypeError: If the function or an item cannot be pickled; it names what cannot.
-        """
+    def check(self, function: Callable[[T], Any], items: Iterable[T]) -> None:
+        """Refuse what cannot be pickled; see `Executor.check`."""
+        if not isinstance(function, RemoteFunction):
+            return
         Cargo(function, None, None, self._threads.backoff).pack()
         for item in items:
-            function.send([item])
+            function.send_items([item])
 
     def check_room(self) -> None:
         """Find out now whether a task could ever run.
@@ -177,7 +179,7 @@ class RayExecutor:
             cpus = min(1.0, math.floor(share * 10_000) / 10_000)  # As finely as Ray counts.
         return {"CPU": cpus, **self.resources}
 
-    def _flight(self, function: Travelling, items: list[Any]) -> Flight:
+    def _flight(self, function: RemoteFunction, items: list[Any]) -> Flight:
         import ray
 
         needs = self._needs()

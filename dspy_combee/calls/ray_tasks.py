@@ -12,9 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
-from dspy_combee.calls.backoff import Backoff, Throttle
-from dspy_combee.calls.executors import ThreadExecutor
-from dspy_combee.calls.travel import Surroundings, Travelling, add_usage, dumps, loads, pack, shards
+from dspy_combee.calls.executors import Backoff, ThreadExecutor, Throttle
+from dspy_combee.calls.travel import RemoteFunction, Surroundings, add_usage, dumps, loads, pack, shards
 from dspy_combee.records.errors import ExecutorError
 from dspy_combee.records.secrecy import shorten
 
@@ -27,7 +26,7 @@ _GRACE = 5.0  # Seconds beyond an item's timeout after which a process that runs
 class Cargo:
     """What all the shards of a map share."""
 
-    function: Travelling
+    function: RemoteFunction
     timeout: float | None
     on_timeout: Callable[[Any], Any] | None
     backoff: Backoff
@@ -67,13 +66,13 @@ def run_shard(cargo: bytes, sent: bytes, threads: int) -> bytes:
     results: Any = None
     failure: BaseException | None = None
     with around.in_force() as tracker, _Watchdog(load.timeout):
-        items = load.function.receive(sent)
+        items = load.function.receive_items(sent)
         executor = ThreadExecutor(threads, load.backoff)
         try:
             results = executor.map(load.function, items, timeout=load.timeout, on_timeout=load.on_timeout)
         except BaseException as error:
             failure = _sendable_error(error)
-        sent_back = None if failure is not None else load.function.send_back(results)
+        sent_back = None if failure is not None else load.function.send_results(results)
         return dumps((sent_back, failure, {} if tracker is None else dict(tracker.usage_data)), reply=True)
 
 
@@ -148,7 +147,7 @@ class Flight:
         shape: How the items are spread.
     """
 
-    def __init__(self, function: Travelling, items: list[Any], task: Any, slots: Throttle, shape: Shape) -> None:
+    def __init__(self, function: RemoteFunction, items: list[Any], task: Any, slots: Throttle, shape: Shape) -> None:
         self.function = function
         self.items = items
         self.task = task
@@ -186,7 +185,7 @@ class Flight:
         return [self._results[position] for position in range(len(self.items))]
 
     def _shard(self, positions: list[int], attempt: int = 1) -> _Shard:
-        return _Shard(positions, self.function.send([self.items[position] for position in positions]), attempt)
+        return _Shard(positions, self.function.send_items([self.items[position] for position in positions]), attempt)
 
     def _launch(self, shared: Any) -> None:
         import ray
@@ -195,7 +194,7 @@ class Flight:
             shard = self._waiting[0]
             if shard.attempt == 1 and len(self._flying) >= self.shape.tasks:
                 return
-            taken = self.slots.take(min(self.shape.threads, len(shard.positions)), wait=not self._flying)
+            taken = self.slots.acquire(min(self.shape.threads, len(shard.positions)), wait=not self._flying)
             if not taken:
                 return
             try:
@@ -227,7 +226,7 @@ class Flight:
         if failure is not None:
             raise failure
         items = [self.items[position] for position in shard.positions]
-        self._results.update(zip(shard.positions, self.function.take_back(items, sent_back), strict=True))
+        self._results.update(zip(shard.positions, self.function.receive_results(items, sent_back), strict=True))
 
     def _lose(self, shard: _Shard, error: Exception) -> None:
         """Send the items of a lost shard again, each by itself; those that were sent again already are lost."""
@@ -245,7 +244,7 @@ class Flight:
             raise ExecutorError(f"Every example was lost with its Ray worker, twice. The last time: {reason}.")
         for position in shard.positions:
             what = f"the Ray worker that ran it was lost, twice; the last time: {reason}"
-            self._results[position] = self.function.lost(self.items[position], what)
+            self._results[position] = self.function.lost_result(self.items[position], what)
 
     def _abandon(self) -> None:
         import ray

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import dspy
 from pydantic import BaseModel, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
-from dspy_combee.calls.executors import Executor
 from dspy_combee.calls.lm_calls import LMCallResult, StrictJSONAdapter, UsageMeter, call_lm
 from dspy_combee.records.errors import ProviderError
 from dspy_combee.records.types import Usage
@@ -67,24 +66,3 @@ def ask(
         raise
     meter.add(result.usage)
     return result
-
-
-class TimedCalls:
-    """An executor for functions that know what becomes of a call that takes too long (`timed_out`).
-
-    Args:
-        executor: Runs the calls.
-        seconds: The limit of one; None for no limit.
-    """
-
-    def __init__(self, executor: Executor, seconds: float | None) -> None:
-        self.executor = executor
-        self.seconds = seconds
-        self.width: int = executor.width
-
-    def map(self, function: Any, items: Sequence[Any], **options: Any) -> list[Any]:
-        """See `Executor.map`; the limit is this object's own."""
-        timed_out: Callable[[Any], Any] | None = getattr(function, "timed_out", None)
-        if self.seconds is not None and timed_out is not None:
-            options = {"timeout": self.seconds, "on_timeout": timed_out}
-        return self.executor.map(function, items, **options)

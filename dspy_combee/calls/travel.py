@@ -33,7 +33,7 @@ _STAYS = {"trace", "usage_tracker", "caller_modules", "caller_predict", "send_st
 
 
 @runtime_checkable
-class Travelling(Protocol):
+class RemoteFunction(Protocol):
     """A function whose items may run in other processes, on copies of it.
 
     It is copied by pickle, with what its items share, once for each map.
@@ -47,23 +47,23 @@ class Travelling(Protocol):
         """Here: what it is made of, by the names that an error should use."""
         ...
 
-    def send(self, items: Sequence[Any]) -> bytes:
+    def send_items(self, items: Sequence[Any]) -> bytes:
         """Here: some items."""
         ...
 
-    def receive(self, sent: bytes) -> list[Any]:
+    def receive_items(self, sent: bytes) -> list[Any]:
         """There: the items that were sent."""
         ...
 
-    def send_back(self, results: Sequence[Any]) -> bytes:
+    def send_results(self, results: Sequence[Any]) -> bytes:
         """There: their results, and whatever else the items left in the function."""
         ...
 
-    def take_back(self, items: Sequence[Any], sent: bytes) -> list[Any]:
+    def receive_results(self, items: Sequence[Any], sent: bytes) -> list[Any]:
         """Here: the results of these items, as if they had run here."""
         ...
 
-    def lost(self, item: Any, reason: str) -> Any:
+    def lost_result(self, item: Any, reason: str) -> Any:
         """Here: the result of an item whose process was lost."""
         ...
 

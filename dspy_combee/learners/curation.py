@@ -14,7 +14,7 @@ from typing import Any, Literal
 import dspy
 from pydantic import Field
 
-from dspy_combee.calls.executors import Executor
+from dspy_combee.calls.guard import CallGuard, late_reason
 from dspy_combee.calls.lm_calls import LMCallResult, UsageMeter
 from dspy_combee.calls.structured import AsGiven, ask
 from dspy_combee.learners.delta_merge import (
@@ -30,6 +30,7 @@ from dspy_combee.playbook.bullets import PlaybookError
 from dspy_combee.playbook.deltas import Batch, Delta, Refused, delta_from
 from dspy_combee.playbook.near_duplicates import NearDuplicates
 from dspy_combee.playbook.records import CuratorNode, describe
+from dspy_combee.records.errors import OutOfBudgetError
 from dspy_combee.records.text import as_data, repair
 from dspy_combee.records.types import ProposalNode, Reduction, Usage
 from dspy_combee.reduce.tree import NodeCall, ReductionTask
@@ -125,7 +126,6 @@ class CuratorCalls:
         meter: Takes what the calls used.
         playbooks: The frozen playbooks, by component.
         near_duplicates: Decides which ADDs are united without a call.
-        timeout: Seconds that a call may take; it stands in the node of one that took longer.
     """
 
     def __init__(
@@ -134,13 +134,11 @@ class CuratorCalls:
         meter: UsageMeter,
         playbooks: Mapping[str, Playbook],
         near_duplicates: NearDuplicates,
-        timeout: float | None = None,
     ) -> None:
         self.lm = lm
         self.meter = meter
         self.playbooks = playbooks
         self.near_duplicates = near_duplicates
-        self.timeout = timeout
         self._curate = dspy.Predict(CurateReflections)
         self._merge = dspy.Predict(MergeDeltas)
         self._summary = dspy.Predict(SummarizeReflection)
@@ -150,15 +148,22 @@ class CuratorCalls:
         make = {"propose": self._propose, "merge": self._unite, "summarize": self._summarize}[node_call.kind]
         return make(node_call)
 
-    def timed_out(self, node_call: NodeCall) -> ProposalNode:
-        """The node of a call that took too long; of a merge, the deltas united without the call."""
-        reason = f"the reflection call took longer than {self.timeout or 0:g} seconds"
-        return replace(self.without_call(node_call, reason), seconds=self.timeout or 0.0)
+    def late(self, node_call: NodeCall, seconds: float) -> ProposalNode:
+        """Return the node of a call that took longer than `seconds`; of a merge, the deltas united without it."""
+        return replace(self._without_call(node_call, late_reason(seconds)), seconds=seconds)
 
-    def without_call(self, node_call: NodeCall, reason: str) -> CuratorNode:
-        """The node of a call that gives nothing, for this reason; of a merge, the deltas united without it."""
-        output = tuple(self._united(node_call)) if node_call.kind == "merge" else None
-        return _node(node_call, output, error=reason)
+    def refused(self, node_call: NodeCall, error: OutOfBudgetError) -> ProposalNode:
+        """Return, when the money is spent, the node of a merge: the deltas united without a call.
+
+        Raises:
+            OutOfBudgetError: The error given, where the call is no merge.
+        """
+        if node_call.kind != "merge":
+            raise error
+        return self._without_call(node_call, f"{str(error).rstrip('.')}: the deltas were united without a call")
+
+    def _without_call(self, node_call: NodeCall, reason: str) -> CuratorNode:
+        return _node(node_call, tuple(self._united(node_call)) if node_call.kind == "merge" else None, error=reason)
 
     def _propose(self, node_call: NodeCall) -> CuratorNode:
         inputs = {"playbook": node_call.task.current, "reflections": [as_data(item) for item in node_call.items]}
@@ -197,7 +202,7 @@ class CuratorCalls:
 
 
 def merge_rival_updates(
-    tasks: Sequence[ReductionTask], reductions: Sequence[Reduction], calls: CuratorCalls, executor: Executor
+    tasks: Sequence[ReductionTask], reductions: Sequence[Reduction], calls: CuratorCalls, guard: CallGuard
 ) -> list[Reduction]:
     """The reductions, after a merge call for each that no merge has seen and in which UPDATEs of one bullet differ.
 
@@ -207,7 +212,7 @@ def merge_rival_updates(
         tasks: What was reduced.
         reductions: What the aggregator made of it.
         calls: Makes the calls.
-        executor: Runs them.
+        guard: Makes them within the limits of the run.
     """
     made = list(reductions)
     asked: dict[int, NodeCall] = {}
@@ -219,7 +224,7 @@ def merge_rival_updates(
         if all(proposals.isdisjoint(root.inputs) for root in roots):
             inputs = tuple(root.id for root in roots)
             asked[place] = NodeCall(task, "merge", "merge", inputs, (reduction.text,))
-    for place, node in zip(asked, executor.map(calls, list(asked.values())) if asked else (), strict=True):
+    for place, node in zip(asked, guard.map(calls, list(asked.values())), strict=True):
         made[place] = replace(made[place], text=node.output, nodes=(*made[place].nodes, node))
     return made
 

@@ -13,7 +13,7 @@ import random
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import dspy
 from dspy.adapters.json_adapter import JSONAdapter
@@ -536,7 +536,10 @@ class InstructionLearner(Learner[Candidate]):
         if are_traces(evidence):
             dataset, position = self._trace_records(state, evidence), f"traces/{step}"
         else:
-            dataset, position = self.maker.records(evidence, self.program.predictors), str(step)
+            dataset, position = (
+                self.maker.records(cast("Sequence[Rollout]", evidence), self.program.predictors),
+                str(step),
+            )
             dataset = {name: records for name, records in dataset.items() if records}
         calls, feedback_usage = self.maker.take_feedback_calls()
         reason = ""

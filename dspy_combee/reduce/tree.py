@@ -97,7 +97,7 @@ class Aggregator(Protocol):
 class NodeCalls(Protocol):
     """Make the calls of a tree, and say what stands in the place of one that is late or refused."""
 
-    def __call__(self, node_call: NodeCall) -> ProposalNode:
+    def __call__(self, node_call: NodeCall, /) -> ProposalNode:
         """Make one call; a call that fails gives a node that says why."""
         ...
 

@@ -1,4 +1,4 @@
-"""Scoring a rollout: the metric's result made a score, and the errors that are the provider's and nobody's fault."""
+"""What the metric says of rollouts: their scores, and the reflection records with its feedback on each predictor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numbers
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import dspy
@@ -26,43 +26,41 @@ from dspy_combee.records.types import ReflectionRecord, Rollout, TraceStep, Usag
 
 logger = logging.getLogger("dspy_combee")
 
+MISMATCH = (
+    "The metric gave a different score when it was asked for feedback on a predictor. The score that it gave to the "
+    "whole rollout stands. This is harmless if the metric is not deterministic; a metric that scores predictors should "
+    "still return the rollout's score"
+)
+SCORE_ALONE = "Feedback on such an example is its score alone."
 
+
+@dataclass(eq=False)
 class Scorer:
-    """Calls the metric and makes a score of what it returns; warns once for each kind of trouble.
+    """Call the metric and make a score of what it returns; warn once about each kind of trouble."""
 
-    Args:
-        metric: `metric(example, prediction, trace, pred_name, pred_trace)`.
-        failure_score: The score where there is none.
-        perfect_score: The highest score that the metric should give.
-        wants_program_trace: Whether the metric takes `program_trace` (DSPy passes it for `dspy.Flex` programs).
-    """
-
-    def __init__(
-        self,
-        metric: Callable[..., Any],
-        failure_score: float = 0.0,
-        perfect_score: float | None = None,
-        wants_program_trace: bool = False,
-    ) -> None:
-        self.metric = metric
-        self.failure_score = failure_score
-        self.perfect_score = perfect_score
-        self.wants_program_trace = wants_program_trace
-        self._warned: dict[str, object] = {}
-        self._kept: list[tuple[str, str, str]] | None = None
+    metric: Callable[..., Any]
+    """`metric(example, prediction, trace, pred_name, pred_trace)`."""
+    failure_score: float = 0.0
+    """The score where there is none."""
+    perfect_score: float | None = None
+    """The highest score that the metric should give."""
+    wants_program_trace: bool = False
+    """Whether the metric takes `program_trace` (DSPy passes it for `dspy.Flex` programs)."""
+    _warned: dict[str, object] = field(default_factory=dict, init=False, repr=False)
+    _kept: list[tuple[str, str, str]] | None = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": []}  # A copy in another process keeps its warnings for this one to give.
 
     def take_warnings(self) -> list[tuple[str, str, str]]:
-        """The warnings kept since this was last asked: the arguments of `warn_once`."""
+        """Return the warnings kept since the last call, each as arguments of `warn_once`."""
         if not self._kept:
             return []
         warnings, self._kept = self._kept, []
         return warnings
 
     def score(self, rollout: Rollout) -> Rollout:
-        """The rollout with its score; a metric that raises gives the failure score."""
+        """Return the rollout with its score; a metric that raises gives the failure score."""
         extra = {"program_trace": program_trace(rollout)} if self.wants_program_trace else {}
         try:
             result = self.metric(rollout.example, rollout.prediction, None, None, None, **extra)
@@ -74,7 +72,7 @@ class Scorer:
         return replace(rollout, score=score, result=result, objective_scores=objectives)
 
     def coerce(self, result: Any) -> tuple[float, dict[str, float]]:
-        """The score and the objective scores of a metric's result; the failure score where it has none."""
+        """Return the score and the objective scores in a metric's result; the failure score where it has none."""
         value, objectives = result, None
         if isinstance(result, Mapping | dspy.Prediction):
             value, objectives = result.get("score"), result.get("objective_scores")
@@ -87,14 +85,14 @@ class Scorer:
 
     def _number(self, value: Any) -> float:
         if isinstance(value, str | bytes) or not (isinstance(value, numbers.Number) or hasattr(value, "__float__")):
-            self.warn_once("kind", f"The metric gave no number but {shorten(value, 80, repr)}")
+            self.warn_once("kind", f"The metric returned {shorten(value, 80, repr)} instead of a number")
             return self.failure_score
         try:
             number = float(value)
         except Exception:  # An array, a complex number, an int beyond all floats.
             number = math.nan
         if not math.isfinite(number):
-            self.warn_once("finite", f"The metric gave {shorten(value, 80, repr)}, which is no finite number")
+            self.warn_once("finite", f"The metric returned {shorten(value, 80, repr)}, which is not a finite number")
             return self.failure_score
         return number
 
@@ -110,12 +108,18 @@ class Scorer:
 
 
 def program_trace(rollout: Rollout) -> list[tuple[Any, dict[str, Any], Any]]:
-    """The rollout's trace in DSPy's form: (predictor, inputs, prediction) for each call."""
+    """Return the rollout's trace in DSPy's form: (predictor, inputs, prediction) for each call."""
     return [(step.predictor, dict(step.inputs), step.outputs) for step in rollout.trace]
 
 
+def feedback_of(result: Any) -> str | None:
+    """Return the feedback in what a metric returned; None where there is none."""
+    feedback = result.get("feedback") if isinstance(result, Mapping | dspy.Prediction) else None
+    return None if feedback is None else text_of(feedback)
+
+
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from, and so on."""
+    """Iterate over the error, what it was raised from, and so on."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -130,7 +134,7 @@ def raise_if_provider(error: BaseException) -> None:
     """
     for cause in causes_of(error):
         if isinstance(cause, AdapterParseError):
-            return  # There was a reply; what went wrong before it has been got over.
+            return  # There was a reply; the program has recovered from whatever went wrong before it.
         if isinstance(cause, ProviderError):
             raise cause
         if isinstance(cause, ValueError) and str(cause).startswith("No LM is loaded"):
@@ -142,18 +146,14 @@ def raise_if_provider(error: BaseException) -> None:
             raise ProviderError(text, transient=transient, retry_after=retry_after) from error
 
 
-MISMATCH = (
-    "The metric gave another score when it was asked for feedback on a predictor. The score that it gave to the whole "
-    "rollout stands. This is harmless where the metric is not deterministic; a metric that scores predictors should "
-    "still return the rollout's score"
-)
-SCORE_ALONE = "Feedback on such an example is its score alone."
+# Reflection records -------------------------------------------------------------------------------------------
 
 
 class ReflectiveDataset(dict[str, list[Any]]):
-    """The reflection records by component.
+    """Hold the reflection records by component.
 
-    Attributes:
+    Args:
+        records: The records.
         scores: The scores of the minibatch that the records come from, the very list that GEPA's events carry.
     """
 
@@ -162,103 +162,91 @@ class ReflectiveDataset(dict[str, list[Any]]):
         self.scores = scores
 
 
+@dataclass(frozen=True)
+class _RecordRequest:
+    component: str
+    rollout: Rollout
+    calls: list[TraceStep]
+    """The component's calls in the rollout, the one to reflect on last."""
+
+    @property
+    def asks_metric(self) -> bool:
+        return self.rollout.error is None and not _is_unparsed(self.calls[-1])
+
+    @property
+    def score_alone(self) -> str:
+        return f"This trajectory got a score of {self.rollout.score}."
+
+
+@dataclass(eq=False)
 class RecordMaker:
-    """Makes the reflection records of rollouts, asking the metric for feedback on each predictor.
+    """Make the reflection records of rollouts, asking the metric for feedback on each predictor.
 
     A record shows one call of the predictor: the one that could not be parsed, else the last. Other calls of the
     same rollout stand beside it as `Earlier Calls`, except those that a later one repeats (the transcript of an
     agent grows from call to call).
-
-    Args:
-        scorer: Holds the metric and judges what it returns.
-        executor: Runs the feedback calls.
-        keep_unparsed: Whether an answer that could not be parsed gives a record.
-        warn_of_mismatch: Whether to warn (once) when the metric scores differently at feedback time.
-        timeout: Seconds that the metric may take for the feedback of one record; None for no limit.
-
-    Attributes:
-        feedback_calls: Metric calls made for feedback and not yet taken into account.
     """
 
-    def __init__(
-        self,
-        scorer: Scorer,
-        executor: Executor,
-        keep_unparsed: bool,
-        warn_of_mismatch: bool,
-        timeout: float | None = None,
-    ) -> None:
-        self.scorer = scorer
-        self.timeout = timeout
-        self.executor = executor
-        self.keep_unparsed = keep_unparsed
-        self.warn_of_mismatch = warn_of_mismatch
-        self.feedback_calls = 0
-        self.meter = UsageMeter()
+    scorer: Scorer
+    """Holds the metric and judges what it returns."""
+    executor: Executor
+    """Runs the feedback calls."""
+    keep_unparsed: bool
+    """Whether an answer that could not be parsed gives a record."""
+    warn_of_mismatch: bool
+    """Whether to warn (once) when the metric scores differently at feedback time."""
+    timeout: float | None = None
+    """Seconds that the metric may take for the feedback of one record; None for no limit."""
+    feedback_calls: int = field(default=0, init=False)
+    """Metric calls made for feedback and not yet accounted for."""
+    meter: UsageMeter = field(default_factory=UsageMeter, init=False)
+    """Usage of those calls."""
 
     def take_feedback_calls(self) -> tuple[int, Usage]:
-        """The metric calls for feedback since this was last asked, and what their language-model calls took."""
+        """Return the number of metric calls for feedback since the last call, and their usage."""
         calls, self.feedback_calls = self.feedback_calls, 0
         return calls, self.meter.take()
 
     def records(self, rollouts: Sequence[Rollout], components: Sequence[str]) -> dict[str, list[Any]]:
-        """The records of each component, in the order of the rollouts that reached it.
+        """Return the records of each component, in the order of the rollouts that reached it.
 
         Inputs and outputs keep their types.
         """
         requests = [
-            _FeedbackRequest(component, rollout, calls)
+            _RecordRequest(component, rollout, calls)
             for component in components
             for rollout in rollouts
             if (calls := self._calls_of(component, rollout))
         ]
-        made = self.executor.map(self._asked, requests, timeout=self.timeout, on_timeout=self._timed_out)
-        self.feedback_calls += sum(request.asks_the_metric for request in requests)
+        made = self.executor.map(self._answer, requests, timeout=self.timeout, on_timeout=self._timed_out)
+        self.feedback_calls += sum(request.asks_metric for request in requests)
         records: dict[str, list[Any]] = {component: [] for component in components}
         for request, record in zip(requests, made, strict=True):
             records[request.component].append(record)
         return records
 
     def _calls_of(self, component: str, rollout: Rollout) -> list[TraceStep]:
-        """The component's calls in a rollout, the one to reflect on last."""
-        if not self.keep_unparsed and any(isinstance(step.outputs, FailedPrediction) for step in rollout.trace):
+        if not self.keep_unparsed and any(map(_is_unparsed, rollout.trace)):
             return []  # DSPy's rule: an answer that could not be parsed then gives no record, wherever it failed.
         calls = [step for step in rollout.trace if step.name == component]
-        unparsed = [step for step in calls if isinstance(step.outputs, FailedPrediction)]
-        return [step for step in calls if not isinstance(step.outputs, FailedPrediction)] + unparsed[:1]
+        return [step for step in calls if not _is_unparsed(step)] + list(filter(_is_unparsed, calls))[:1]
 
-    def _asked(self, request: _FeedbackRequest) -> ReflectionRecord:
-        return self._record(request, self._feedback(request, request.calls[-1]))
+    def _answer(self, request: _RecordRequest) -> ReflectionRecord:
+        return _record(request, self._feedback(request))
 
-    def _timed_out(self, request: _FeedbackRequest) -> ReflectionRecord:
+    def _timed_out(self, request: _RecordRequest) -> ReflectionRecord:
         what = f"The metric took longer than {self.timeout:g} seconds for its feedback"
         self.scorer.warn_once("feedback time", what, SCORE_ALONE)
-        return self._record(request, f"This trajectory got a score of {request.rollout.score}.")
+        return _record(request, request.score_alone)
 
-    def _record(self, request: _FeedbackRequest, feedback: str) -> ReflectionRecord:
-        call = request.calls[-1]
-        fields: dict[str, Any] = {
-            "Inputs": _input_fields(call.inputs),
-            "Generated Outputs": _output_fields(call),
-            "Feedback": feedback,
-        }
-        earlier = [
-            {"Inputs": _input_fields(step.inputs), "Generated Outputs": _output_fields(step)}
-            for position, step in enumerate(request.calls[:-1], start=1)
-            if not any(_repeated_by(step, later) for later in request.calls[position:])
-        ]
-        if earlier:
-            fields["Earlier Calls"] = earlier
-        return ReflectionRecord(fields, source=request.rollout.index)
-
-    def _feedback(self, request: _FeedbackRequest, call: TraceStep) -> str:
-        if isinstance(call.outputs, FailedPrediction):
+    def _feedback(self, request: _RecordRequest) -> str:
+        rollout, call = request.rollout, request.calls[-1]
+        if _is_unparsed(call):
             structure = ChatAdapter().format(call.predictor.signature, [], {})
             lines = "".join(f"{message['role']}: {message['content']}\n" for message in structure)
             return f"Your output failed to parse. Follow this structure:\n{lines}"
-        if not request.asks_the_metric:
-            return f"The program failed on this example: {request.rollout.error}"
-        rollout = request.rollout
+        if rollout.error is not None:
+            return f"The program failed on this example: {rollout.error}"
         own_trace = [(call.predictor, dict(call.inputs), call.outputs)]
         heard: list[Mapping[str, Any]] = []
         try:
@@ -270,65 +258,54 @@ class RecordMaker:
             raise_if_provider(error)
             what = f"The metric raised {type(error).__name__}: {shorten(error)}"
             self.scorer.warn_once("feedback", what, SCORE_ALONE)
-            return f"This trajectory got a score of {rollout.score}."
+            return request.score_alone
         finally:
             self.meter.add(usage_of(heard))
         score, _ = self.scorer.coerce(result)
         if score != rollout.score and self.warn_of_mismatch:
             self.scorer.warn_once("mismatch", MISMATCH, "Silence this with warn_on_score_mismatch=False.")
         feedback = feedback_of(result)
-        if feedback is None:
-            # As the metric wrote it, like DSPy: 1, not 1.0.
-            shown = result if isinstance(result, int | float) and result == rollout.score else rollout.score
-            return f"This trajectory got a score of {shown}."
-        return feedback
+        if feedback is None and isinstance(result, int | float) and result == rollout.score:
+            return f"This trajectory got a score of {result}."  # As the metric wrote it, like DSPy: 1, not 1.0.
+        return request.score_alone if feedback is None else feedback
 
 
-@dataclass(frozen=True)
-class _FeedbackRequest:
-    """A record to be made: the component, the rollout, and the component's calls in it."""
-
-    component: str
-    rollout: Rollout
-    calls: list[TraceStep]
-
-    @property
-    def asks_the_metric(self) -> bool:
-        return self.rollout.error is None and not isinstance(self.calls[-1].outputs, FailedPrediction)
+def _is_unparsed(step: TraceStep) -> bool:
+    return isinstance(step.outputs, FailedPrediction)
 
 
-def feedback_of(result: Any) -> str | None:
-    """The feedback in what a metric returned; None where there is none."""
-    feedback = result.get("feedback") if isinstance(result, Mapping | dspy.Prediction) else None
-    return None if feedback is None else text_of(feedback)
+def _record(request: _RecordRequest, feedback: str) -> ReflectionRecord:
+    *others, call = request.calls
+    fields: dict[str, Any] = {**_shown(call), "Feedback": feedback}
+    earlier = [
+        _shown(step)
+        for position, step in enumerate(others, start=1)
+        if not any(_includes(later, name, step) for later in request.calls[position:] for name in step.inputs)
+    ]
+    if earlier:
+        fields["Earlier Calls"] = earlier
+    return ReflectionRecord(fields, source=request.rollout.index)
 
 
-def _input_fields(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs by name; the first history goes under `Context`, as in `dspy.GEPA`."""
-    histories = [name for name, value in inputs.items() if isinstance(value, History) and "Context" not in inputs]
-    fields = {"Context": inputs[histories[0]]} if histories else {}
-    fields.update({name: value for name, value in inputs.items() if name not in histories[:1]})
-    return fields
-
-
-def _output_fields(step: TraceStep) -> Any:
+def _shown(step: TraceStep) -> dict[str, Any]:
+    # The first history goes under `Context`, as in `dspy.GEPA`.
+    histories = [name for name, value in step.inputs.items() if isinstance(value, History)]
+    context = histories[0] if histories and "Context" not in step.inputs else None
+    inputs = {} if context is None else {"Context": step.inputs[context]}
+    inputs.update({name: value for name, value in step.inputs.items() if name != context})
+    outputs: Any = "None: the call did not end."
     if isinstance(step.outputs, FailedPrediction):
-        raw = step.outputs.completion_text
-        return (
+        outputs = (
             "Couldn't parse the output as per the expected output format. The model's raw response was:\n"
-            f"```\n{raw}\n```\n\n"
+            f"```\n{step.outputs.completion_text}\n```\n\n"
         )
-    if step.outputs is None:
-        return "None: the call did not end."
-    return dict(step.outputs.items())
+    elif step.outputs is not None:
+        outputs = dict(step.outputs.items())
+    return {"Inputs": inputs, "Generated Outputs": outputs}
 
 
-def _repeated_by(step: TraceStep, later: TraceStep) -> bool:
-    """Whether `later` shows all that `step` shows: one of its inputs is a transcript that has taken `step` up."""
-    return any(_has_taken_up(name, step, later) for name in step.inputs)
-
-
-def _has_taken_up(name: str, step: TraceStep, later: TraceStep) -> bool:
+def _includes(later: TraceStep, name: str, step: TraceStep) -> bool:
+    """Return whether `later` shows all that `step` shows: its input `name` is a transcript that has gained `step`."""
     added = _added(step.inputs[name], later.inputs.get(name))
     if not added or not isinstance(step.outputs, dspy.Prediction):
         return False
@@ -345,7 +322,7 @@ def _has_taken_up(name: str, step: TraceStep, later: TraceStep) -> bool:
 
 
 def _added(value: Any, later: Any) -> list[Any]:
-    """What a transcript has got in addition: texts, or messages; nothing where it is no transcript."""
+    """Return what a transcript has gained: texts, or messages; nothing where it is no transcript."""
     if isinstance(value, str) and isinstance(later, str):
         return [later[len(value) :]] if later.startswith(value) and len(later) > len(value) else []
     if isinstance(value, History) and isinstance(later, History):

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
-import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+import traceback
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, NoneType
 from typing import Any
 
@@ -38,235 +38,210 @@ from dspy_combee.records.text import text_of
 from dspy_combee.records.types import Rollout, TraceStep
 from dspy_combee.rollouts.feedback import Scorer, causes_of, raise_if_provider
 
-logger = logging.getLogger("dspy_combee")
-
 _STAGE_PREFIX = "dspy_combee:"
-_UNCHANGING = (str, bytes, int, float, type(None), Type)
+_UNCHANGING_INPUTS = (str, bytes, int, float, NoneType, Type)
+_IMMUTABLE = {str, int, float, bool, bytes, complex, NoneType, type, SignatureMeta, FunctionType, BuiltinFunctionType}
 _MAX_TRACE_SIZE = 10_000
-
-
-@dataclass(frozen=True)
-class RolloutJob:
-    """One run to make.
-
-    Attributes:
-        program: The built candidate, shared by its jobs; each run copies it.
-        example: The example.
-        index: Position of the example in its batch.
-    """
-
-    program: Any
-    example: Any
-    index: int
-
-
-@dataclass
-class _Run:
-    """A job, what the jobs of its program share (a copy whose predictors carry their names, and these), and its own.
-
-    Attributes:
-        trace: DSPy's trace of the run.
-        heard: DSPy's history of the run's language-model calls.
-        thread: The thread that runs it.
-        given_up: Whether it has taken too long.
-    """
-
-    job: RolloutJob
-    template: Any
-    predictors: Mapping[str, Any]
-    trace: list[Any] = field(default_factory=list)
-    heard: list[Mapping[str, Any]] = field(default_factory=list)
-    thread: int = 0
-    given_up: bool = False
+_MOST_COPIED = 100_000  # An attribute with more items than this (or an array of 10 MB) is shared by copies.
 
 
 @dataclass(frozen=True)
 class MapStage:
-    """Runs rollouts.
-
-    Attributes:
-        copier: Copies the programs.
-        scorer: Scores the predictions.
-        executor: Runs the jobs, all candidates in one flat map.
-        timeout: Seconds that one rollout may take; None for no limit.
-        cut_short: What rollouts had used that a provider's error cut short (and that were then made again).
-    """
+    """Run programs on examples, and score the predictions."""
 
     copier: ProgramCopier
+    """Copies the programs."""
     scorer: Scorer
+    """Scores the predictions."""
     executor: Executor
+    """Runs the rollouts, those of all programs in one flat map."""
     timeout: float | None = None
-    cut_short: UsageMeter = field(default_factory=UsageMeter)
+    """Seconds that one rollout may take; None for no limit."""
+    aborted_usage: UsageMeter = field(default_factory=UsageMeter)
+    """Usage of rollouts aborted by a provider error before they were retried."""
 
-    def run(self, jobs: Sequence[RolloutJob]) -> list[Rollout]:
-        """Run every job.
+    def run(self, batches: Sequence[tuple[Any, Sequence[Any]]]) -> list[Rollout]:
+        """Run each program on its examples; every rollout copies the program.
+
+        Args:
+            batches: Programs, such as built candidates, each with its examples.
 
         Returns:
-            The rollouts, in the order of the jobs.
+            The rollouts of all batches in order; their `index` is the position in the batch.
 
         Raises:
             ProviderError: If a language model's provider refuses a call for good or cannot be reached.
         """
-        function, runs = self._prepare(jobs)
+        function, runs = self._prepare(batches)
         return self.executor.map(function, runs, timeout=self.timeout, on_timeout=function.timed_out)
 
-    def check(self, program: Any, examples: Sequence[Any]) -> None:
-        """Find out now, before anything is spent, whether something cannot go where the executor runs it.
+    def check(self, program: Any, examples: Iterable[Any]) -> None:
+        """Check, before anything is spent, that everything can be sent to where the executor runs it.
 
         Raises:
-            TypeError: If something cannot; it is named.
+            TypeError: If the program, the metric or an example cannot; it is named.
         """
-        check: Callable[[Any, Sequence[Any]], None] | None = getattr(self.executor, "check", None)
-        if check is not None:
-            check(*self._prepare([RolloutJob(program, example, index) for index, example in enumerate(examples)]))
+        template = self._template(program)
+        runs = (_Run(template, example, index) for index, example in enumerate(examples))
+        self.executor.check(_RunFunction(self, [template]), runs)
 
-    def _prepare(self, jobs: Sequence[RolloutJob]) -> tuple[_RunFunction, list[_Run]]:
-        programs = {id(job.program): job.program for job in jobs}
-        templates = {key: self._template(program) for key, program in programs.items()}
-        runs = [_Run(job, *templates[id(job.program)]) for job in jobs]
-        return _RunFunction(self, list(templates.values())), runs
+    def _prepare(self, batches: Sequence[tuple[Any, Sequence[Any]]]) -> tuple[_RunFunction, list[_Run]]:
+        templates = [self._template(program) for program, _ in batches]
+        runs = [
+            _Run(template, example, index)
+            for template, (_, examples) in zip(templates, batches, strict=True)
+            for index, example in enumerate(examples)
+        ]
+        return _RunFunction(self, templates), runs
 
-    def _template(self, program: Any) -> tuple[Any, dict[str, Any]]:
-        template = self.copier.copy(program)
-        predictors = dict(template.named_predictors())
+    def _template(self, program: Any) -> _Template:
+        made = self.copier.copy(program)
+        predictors = dict(made.named_predictors())
         for name, predictor in predictors.items():
             predictor.stage = _STAGE_PREFIX + name
-        return template, predictors
+        return _Template(made, predictors)
 
-    def run_one(self, run: _Run) -> Rollout:
-        """Make one run."""
-        started = time.perf_counter()
-        run.trace.clear()  # Another attempt, which the provider cut short, may have left something.
-        run.heard.clear()
-        run.thread = threading.get_ident()
-        try:
-            with hearing(run.heard):  # The metric may ask a language model too.
-                rollout = self._scored(run)
-        except ProviderError:
-            self.cut_short.add(usage_of(run.heard))
-            raise
-        return replace(rollout, seconds=time.perf_counter() - started, usage=usage_of(run.heard))
 
-    def _scored(self, run: _Run) -> Rollout:
-        inputs = {name: _own(value) for name, value in run.job.example.inputs().items()}
-        program = self.copier.copy(run.template)
-        failed_step: TraceStep | None = None
-        prediction, error = None, None
-        with dspy.context(trace=run.trace, max_trace_size=_MAX_TRACE_SIZE):
-            try:
-                prediction = _call(program, inputs)
-            except (Exception, asyncio.CancelledError) as failure:  # A tool's, which is no end of the run.
-                raise_if_provider(failure)
-                failed_step = _failed_step(failure, run.predictors)
-                error = f"{type(failure).__name__}: {shorten(failure, 1000)}"
-        if error is None and prediction is None:
-            error = "the program returned nothing"
-        if error is not None:
-            self.scorer.warn_once("rollout", f"A rollout failed: {shorten(error, 300)}")
-        rollout = self.rollout(run, prediction, error, failed_step)
-        if error is not None or run.given_up:
-            return rollout
-        return self.scorer.score(rollout)
+@dataclass(frozen=True)
+class _Template:
+    """Hold what the runs of one batch share."""
 
-    def rollout(self, run: _Run, prediction: Any, error: str | None, failed_step: TraceStep | None = None) -> Rollout:
-        """What a run has come to, not scored."""
-        steps = [_step(*entry, originals=run.predictors) for entry in list(run.trace)]
-        run.trace.clear()  # It holds on to the copy that ran.
-        return Rollout(
-            index=run.job.index,
-            example=run.job.example,
-            prediction=prediction if error is None else None,
-            trace=tuple(steps if failed_step is None else [*steps, failed_step]),
-            score=self.scorer.failure_score,
-            result=None,
-            error=error,
-        )
+    program: Any
+    """A copy of the program whose predictors carry their names."""
+    predictors: Mapping[str, Any]
+    """The predictors of that copy by name."""
 
-    def timed_out(self, run: _Run) -> Rollout:
-        """The rollout of a run that takes too long."""
-        run.given_up = True
-        usage = usage_of(list(run.heard))
-        error = f"the rollout took longer than {self.timeout:g} seconds"
-        rollout = self.rollout(run, None, error, _unended_step(run))
-        return replace(rollout, seconds=self.timeout or 0.0, usage=usage)
+
+@dataclass
+class _Run:
+    """Hold the state of one run."""
+
+    template: _Template
+    example: Any
+    index: int
+    trace: list[Any] = field(default_factory=list)
+    """DSPy's trace of the run."""
+    heard: list[Mapping[str, Any]] = field(default_factory=list)
+    """DSPy's history of the run's language-model calls."""
+    thread: int = 0
+    """The thread that runs it."""
+    given_up: bool = False
+    """Whether it has taken too long."""
 
 
 class _RunFunction:
-    """The runs of some programs as a function, which can travel to other processes (`Travelling`).
+    """Make the runs of some batches: a function that can run in other processes too (`RemoteFunction`).
 
     Args:
-        stage: Makes the runs.
-        templates: For each program the copy that its runs share, and that copy's predictors by name.
+        stage: Says how.
+        templates: One for each batch.
     """
 
-    def __init__(self, stage: MapStage, templates: list[tuple[Any, dict[str, Any]]]) -> None:
+    def __init__(self, stage: MapStage, templates: list[_Template]) -> None:
         self.stage = stage
         self.templates = templates
         self._secrets: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         # What was used here is counted here, and the executor stays.
-        stage = replace(self.stage, executor=ThreadExecutor(1), cut_short=UsageMeter())
+        stage = replace(self.stage, executor=ThreadExecutor(1), aborted_usage=UsageMeter())
         return {**self.__dict__, "stage": stage}
 
     def __call__(self, run: _Run) -> Rollout:
-        """Make one run."""
-        if not self._secrets:
-            return self.stage.run_one(run)
-        with keeping_secret(self._secrets):
-            return self.stage.run_one(run)
+        """Make one run in the current thread."""
+        started = time.perf_counter()
+        run.trace.clear()  # An earlier attempt, aborted by the provider, may have left something.
+        run.heard.clear()
+        run.thread = threading.get_ident()
+        try:
+            with keeping_secret(self._secrets), hearing(run.heard):  # The metric may ask a language model too.
+                rollout = self._scored(run)
+        except ProviderError:
+            self.stage.aborted_usage.add(usage_of(run.heard))
+            raise
+        return replace(rollout, seconds=time.perf_counter() - started, usage=usage_of(run.heard))
+
+    def _scored(self, run: _Run) -> Rollout:
+        inputs = {name: _own(value) for name, value in run.example.inputs().items()}
+        program = self.stage.copier.copy(run.template.program)
+        prediction, error, failed_step = None, None, None
+        with dspy.context(trace=run.trace, max_trace_size=_MAX_TRACE_SIZE):
+            try:
+                prediction = _call(program, inputs)
+            except (Exception, asyncio.CancelledError) as failure:  # A tool's cancellation must not end the run.
+                raise_if_provider(failure)
+                failed_step = _failed_step(failure, run.template.predictors)
+                error = f"{type(failure).__name__}: {shorten(failure, 1000)}"
+        if error is None and prediction is None:
+            error = "the program returned nothing"
+        if error is not None:
+            self.stage.scorer.warn_once("rollout", f"A rollout failed: {shorten(error, 300)}")
+        rollout = self._unscored(run, prediction, error, failed_step)
+        return rollout if error is not None or run.given_up else self.stage.scorer.score(rollout)
+
+    def _unscored(self, run: _Run, prediction: Any, error: str | None, failed_step: TraceStep | None = None) -> Rollout:
+        steps = [_step(*entry, originals=run.template.predictors) for entry in list(run.trace)]
+        run.trace.clear()  # It holds on to the copy that ran.
+        return Rollout(
+            index=run.index,
+            example=run.example,
+            prediction=prediction if error is None else None,
+            trace=tuple(steps if failed_step is None else [*steps, failed_step]),
+            score=self.stage.scorer.failure_score,
+            result=None,
+            error=error,
+        )
 
     def timed_out(self, run: _Run) -> Rollout:
-        """The rollout of a run that takes too long."""
-        return self.stage.timed_out(run)
+        """Give up a run that takes too long, and return its rollout."""
+        run.given_up = True
+        usage = usage_of(list(run.heard))
+        error = f"the rollout took longer than {self.stage.timeout:g} seconds"
+        rollout = self._unscored(run, None, error, _unended_step(run))
+        return replace(rollout, seconds=self.stage.timeout or 0.0, usage=usage)
+
+    def lost_result(self, item: _Run, reason: str) -> Rollout:
+        """Return the failed rollout of a run whose worker was lost."""
+        return self._unscored(item, None, reason)
 
     def parts(self) -> dict[str, Any]:
-        """See `Travelling.parts`."""
-        template, _ = self.templates[0]
-        return {"the program": template, "the metric": self.stage.scorer.metric}
+        """Name what the function is made of; see `RemoteFunction.parts`."""
+        return {"the program": self.templates[0].program, "the metric": self.stage.scorer.metric}
 
-    def send(self, items: Sequence[_Run]) -> bytes:
-        """See `Travelling.send`: which program, which example."""
-        numbers = {id(template): number for number, (template, _) in enumerate(self.templates)}
-        jobs = [(numbers[id(run.template)], run.job.example, run.job.index) for run in items]
-        return pack(jobs, partial(_examples_by_name, items))
+    def send_items(self, items: Sequence[_Run]) -> bytes:
+        """Pickle which program and which example each run takes."""
+        numbers = {id(template): number for number, template in enumerate(self.templates)}
+        return pack(
+            [(numbers[id(run.template)], run.example, run.index) for run in items],
+            lambda: {f"the example {shorten(text_of(run.example, repr)[:1000], 100)}": run.example for run in items},
+        )
 
-    def receive(self, sent: bytes) -> list[_Run]:
-        """See `Travelling.receive`."""
+    def receive_items(self, sent: bytes) -> list[_Run]:
+        """Return the runs that were sent."""
         # A run's secrets do not travel: they are found again, in the language models that did.
-        lms = [predictor.lm for _, predictors in self.templates for predictor in predictors.values()]
+        lms = [predictor.lm for template in self.templates for predictor in template.predictors.values()]
         self._secrets = secrets_of(lm for lm in [dspy.settings.lm, *lms] if lm is not None)
-        return [
-            _Run(RolloutJob(None, example, index), *self.templates[number]) for number, example, index in loads(sent)
-        ]
+        return [_Run(self.templates[number], example, index) for number, example, index in loads(sent)]
 
-    def send_back(self, results: Sequence[Rollout]) -> bytes:
-        """See `Travelling.send_back`: without what the sender has: examples, and the program's own predictors."""
-        own = {id(predictor) for _, predictors in self.templates for predictor in predictors.values()}
+    def send_results(self, results: Sequence[Rollout]) -> bytes:
+        """Pickle the rollouts without what the sender has: examples, and the program's own predictors."""
+        own = {id(predictor) for template in self.templates for predictor in template.predictors.values()}
         bare = [_bare(rollout, own) for rollout in results]
-        cut_short, warnings = self.stage.cut_short.take(), self.stage.scorer.take_warnings()
+        aborted, warnings = self.stage.aborted_usage.take(), self.stage.scorer.take_warnings()
         try:
-            return dumps((bare, cut_short, warnings), reply=True)
+            return dumps((bare, aborted, warnings), reply=True)
         except Exception as error:
             text = f"What a rollout gave cannot be pickled ({shorten(str(error))})"
             warnings.append(("unsendable", text, "Its score stands; feedback and callers get text in its place."))
-            return dumps(([_sendable(rollout) for rollout in bare], cut_short, warnings), reply=True)
+            return dumps(([_sendable(rollout) for rollout in bare], aborted, warnings), reply=True)
 
-    def take_back(self, items: Sequence[_Run], sent: bytes) -> list[Rollout]:
-        """See `Travelling.take_back`."""
-        rollouts, cut_short, warnings = loads(sent)
-        self.stage.cut_short.add(cut_short)
+    def receive_results(self, items: Sequence[_Run], sent: bytes) -> list[Rollout]:
+        """Return the rollouts, with the examples and predictors of this process."""
+        rollouts, aborted, warnings = loads(sent)
+        self.stage.aborted_usage.add(aborted)
         for warning in warnings:
             self.stage.scorer.warn_once(*warning)
         return [_dressed(rollout, run) for rollout, run in zip(rollouts, items, strict=True)]
-
-    def lost(self, item: _Run, reason: str) -> Rollout:
-        """See `Travelling.lost`."""
-        return self.stage.rollout(item, None, reason)
-
-
-def _examples_by_name(runs: Sequence[_Run]) -> dict[str, Any]:
-    return {f"the example {shorten(text_of(run.job.example, repr)[:1000], 100)}": run.job.example for run in runs}
 
 
 def _bare(rollout: Rollout, own: Collection[int]) -> Rollout:
@@ -275,11 +250,12 @@ def _bare(rollout: Rollout, own: Collection[int]) -> Rollout:
 
 
 def _dressed(rollout: Rollout, run: _Run) -> Rollout:
+    predictors = run.template.predictors
     steps = (
-        replace(step, predictor=run.predictors[step.name]) if step.predictor is None and step.name else step
+        replace(step, predictor=predictors[step.name]) if step.predictor is None and step.name else step
         for step in rollout.trace
     )
-    return replace(rollout, example=run.job.example, trace=tuple(steps))
+    return replace(rollout, example=run.example, trace=tuple(steps))
 
 
 def _sendable(rollout: Rollout) -> Rollout:
@@ -299,24 +275,22 @@ def _call(program: Any, inputs: dict[str, Any]) -> Any:
         return asyncio.run(program.acall(**inputs))
     # A loop runs in this thread already (a notebook, say): the program needs a thread for its own.
     future: Future[Any] = Future()
-    context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(_run_async, program, inputs, future), daemon=True)
-    thread.start()
+
+    def run() -> None:
+        try:
+            future.set_result(asyncio.run(program.acall(**inputs)))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
     return future.result()
 
 
-def _run_async(program: Any, inputs: dict[str, Any], future: Future[Any]) -> None:
-    try:
-        future.set_result(asyncio.run(program.acall(**inputs)))
-    except BaseException as error:
-        future.set_exception(error)
-
-
 def _own(value: Any) -> Any:
-    """An input of the run's own, so that no run changes an example in place; images and their like stay."""
+    """Copy an input, so that no run changes an example in place; images and their like are shared."""
     if isinstance(value, History):
         return value.model_copy(update={"messages": _own(value.messages)})
-    if isinstance(value, _UNCHANGING):
+    if isinstance(value, _UNCHANGING_INPUTS):
         return value
     if type(value) is list:
         return [_own(item) for item in value]
@@ -336,13 +310,10 @@ def _step(predictor: Any, inputs: Mapping[str, Any], outputs: Any, *, originals:
 
 
 def _failed_step(error: BaseException, originals: Mapping[str, Any]) -> TraceStep | None:
-    """The predictor call that an error came from, found in its traceback; None when it came from elsewhere."""
+    """Find in its traceback the predictor call that an error came from; None when it came from elsewhere."""
     for cause in causes_of(error):
-        call = None
-        traceback = cause.__traceback__
-        while traceback is not None:
-            call = _predictor_call(traceback.tb_frame) or call
-            traceback = traceback.tb_next
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
+        call = next(filter(None, map(_predictor_call, reversed(frames))), None)
         if call is not None:
             raw = cause.lm_response if isinstance(cause, AdapterParseError) else None
             failed = None if raw is None else FailedPrediction(completion_text=str(raw))
@@ -351,31 +322,26 @@ def _failed_step(error: BaseException, originals: Mapping[str, Any]) -> TraceSte
 
 
 def _unended_step(run: _Run) -> TraceStep | None:
-    """The predictor call that a run hangs in, found in its thread; None when it hangs elsewhere."""
-    frame = sys._current_frames().get(run.thread)
-    while frame is not None:
-        call = _predictor_call(frame)
-        if call is not None:
-            return _step(*call, None, originals=run.predictors)
-        frame = frame.f_back
-    return None
+    """Find in its thread the predictor call that a run hangs in; None when it hangs elsewhere."""
+    innermost = sys._current_frames().get(run.thread)
+    frames = [] if innermost is None else [frame for frame, _ in traceback.walk_stack(innermost)]
+    call = next(filter(None, map(_predictor_call, frames)), None)
+    return None if call is None else _step(*call, None, originals=run.template.predictors)
 
 
 def _predictor_call(frame: FrameType) -> tuple[Any, dict[str, Any]] | None:
-    """The predictor that runs in a frame, and its inputs."""
+    """Return the predictor that runs in a frame, and its inputs."""
     owner = frame.f_locals.get("self")
     if isinstance(owner, dspy.Predict) and "kwargs" in frame.f_locals:
         return owner, dict(frame.f_locals["kwargs"])
     return None
 
 
-_IMMUTABLE = {str, int, float, bool, bytes, complex, NoneType, type, SignatureMeta, FunctionType, BuiltinFunctionType}
-_COPY_HOOKS = {"__deepcopy__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__", "__slots__"}
-_MOST_COPIED = 100_000  # An attribute with more items than this (or an array of 10 MB) is shared by copies.
+# Copies of a program: each rollout runs on one of its own ------------------------------------------------------
 
 
 class ProgramCopier:
-    """Copies programs fast and quietly.
+    """Copy programs fast and quietly.
 
     The copies share language models, whatever cannot be copied (a lock, a client) and what is too big to copy for
     each run (a corpus, an index).
@@ -396,7 +362,7 @@ class ProgramCopier:
         self._shared = {id(value): value for value in state["shared"]}  # In another process they have other ids.
 
     def copy(self, program: Any) -> Any:
-        """A copy of `program` whose predictors and state are its own."""
+        """Return a copy of `program` whose predictors and state are its own."""
         return self._copy(program, dict(self._shared))
 
     def _copy(self, value: Any, memo: dict[int, Any]) -> Any:
@@ -406,7 +372,7 @@ class ProgramCopier:
         except Exception:
             if not isinstance(value, dspy.Module):
                 return value
-            # It has got something that it had not before, or refuses to be copied as a whole.
+            # It holds something that it did not hold before, or refuses to be copied as a whole.
             memo[id(value)] = new = value.__class__.__new__(value.__class__)
             new.__setstate__({name: self._copy(part, memo) for name, part in value.__getstate__().items()})
         else:
@@ -415,7 +381,7 @@ class ProgramCopier:
 
 
 def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
-    """What `copy.deepcopy` gives, in a quarter of the time for modules and what they are mostly made of."""
+    """Return what `copy.deepcopy` gives, in a quarter of the time for modules and what they are mostly made of."""
     kind: Any = type(value)
     if kind in _IMMUTABLE:
         return value
@@ -441,9 +407,12 @@ def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
     return new
 
 
+_COPY_HOOKS = {"__deepcopy__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__", "__slots__"}
+
+
 @lru_cache
 def _is_plain_module(kind: Any) -> bool:
-    """Whether objects of this class are modules that are copied as DSPy's own are."""
+    """Return whether objects of this class are modules that are copied as DSPy's own are."""
     if not issubclass(kind, dspy.Module):
         return False
     own = {name for base in kind.__mro__[:-1] for name in vars(base)}
@@ -452,7 +421,7 @@ def _is_plain_module(kind: Any) -> bool:
 
 
 def lms_in(program: Any) -> list[Any]:
-    """The language models that a program holds, in any of its modules."""
+    """Return the language models that a program holds, in any of its modules."""
     found: dict[int, Any] = {}
     for value in _attributes(program):
         _find_lms(value, found)
@@ -460,7 +429,6 @@ def lms_in(program: Any) -> list[Any]:
 
 
 def _attributes(program: Any) -> list[Any]:
-    """The values of the attributes of all modules of a program."""
     return [value for _, module in program.named_sub_modules() for value in module.__getstate__().values()]
 
 
@@ -483,7 +451,7 @@ def _find_uncopyable(value: Any, found: dict[int, Any]) -> None:
 
 
 def _leads_to_module(value: Any, depth: int = 5) -> bool:
-    """Whether `value` holds a module, or a tool that is a method of one."""
+    """Return whether `value` holds a module, or a tool that is a method of one."""
     deeper = depth > 0 and any(_leads_to_module(part, depth - 1) for part in _parts(value))
     return deeper or isinstance(value, dspy.Module)
 
@@ -513,6 +481,6 @@ def _can_copy(value: Any, shared: Mapping[int, Any]) -> bool:
 
 
 def _size(value: Any) -> int:
-    """How much there is to copy in one object: its items, or a hundredth of an array's bytes."""
+    """Return how much there is to copy in one object: its items, or a hundredth of an array's bytes."""
     nbytes = getattr(value, "nbytes", 0)
     return len(value) if isinstance(value, list | tuple | set | Mapping) else nbytes // 100

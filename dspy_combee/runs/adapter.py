@@ -20,7 +20,6 @@ from dspy_combee.records.secrecy import hide_own_secrets, holds_own_secret, shor
 from dspy_combee.records.text import text_of
 from dspy_combee.records.types import Rollout
 from dspy_combee.rollouts.feedback import ReflectiveDataset, feedback_of, program_trace
-from dspy_combee.rollouts.map import RolloutJob
 from dspy_combee.runs.scope import RunScope
 
 logger = logging.getLogger("dspy_combee")
@@ -106,7 +105,7 @@ class CombeeAdapter(DspyAdapter):
         Raises:
             ProviderError: If a language model's provider refuses or cannot be reached.
         """
-        jobs: list[RolloutJob] = []
+        batches: list[tuple[Any, list[Any]]] = []
         broken: dict[int, str] = {}
         for position, (candidate, batch) in enumerate(items):
             try:
@@ -115,8 +114,8 @@ class CombeeAdapter(DspyAdapter):
                 logger.warning("A code candidate cannot be built (%s); its batch scores as failures.", error)
                 broken[position] = str(error)
                 continue
-            jobs.extend(RolloutJob(program, example, index) for index, example in enumerate(batch))
-        made = self.scope.stage.run(jobs)
+            batches.append((program, batch))
+        made = self.scope.stage.run(batches)
         self.note_rollouts(made, capture_traces)
         rollouts = iter(made)
         return [

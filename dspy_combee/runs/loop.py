@@ -241,9 +241,9 @@ class Loop(Generic[State]):
             return None
         if not self._affords(1) or (self.valset and self.state.best_score is None):
             logger.warning(
-                "Stopping after %d %s: the %s metric calls allowed for them do not cover another validation pass (%d).",
+                "Stopping after %d traces: the %s metric calls allowed for traces do not cover another validation pass "
+                "(%d).",
                 source.sampler.drawn,
-                "traces" if source.of_traces else "examples",
                 self.max_metric_calls,
                 len(self.valset),
             )
@@ -257,14 +257,17 @@ class Loop(Generic[State]):
         started = scope.clock()
         before = self.num_drawn
         self.ids, items = source.draw(number)
-        rollouts = [] if source.of_traces else self._run(source, items)
+        rollouts: list[Rollout] = []
+        times: dict[str, float] = {}
+        if not source.of_traces:
+            rollouts = self._run(source, items)
+            ran = scope.clock()
+            times["rollouts"], started = ran - started, ran
         self.evidence = items if source.of_traces else rollouts
         scope.progress.advance(len(items), before)
-        ran = scope.clock()
         proposal = self.learner.learn(self.current, self.evidence, number)
         scope.note_feedback(proposal.feedback_calls, proposal.feedback_usage)
-        times = {} if source.of_traces else {"rollouts": ran - started}
-        times["reflection"] = scope.clock() - (started if source.of_traces else ran)
+        times["reflection"] = scope.clock() - started
         used = sum((rollout.usage for rollout in rollouts), proposal.usage)
         invalid_reason = _invalid_reason(proposal, source, used)
         source.sampler.observe(StepTiming(len(items), 1, sum(times.values()), invalid_reason))
@@ -335,6 +338,8 @@ class Loop(Generic[State]):
                 proposal = self.learner.rejected(self.current, proposal)
         elif accepted and source.of_traces:
             reason = f"taken unchecked: there is no valset{f'; {reason}' if reason else ''}"
+        elif not accepted and not reason:
+            reason = "the proposal changes nothing"
         kept = self.state.kept + accepted
         trees = (
             [_without_long_prompts(tree) for tree in proposal.reductions] if source.of_traces else proposal.reductions

@@ -88,7 +88,7 @@ class CombeeResult(RunReport, DspyGEPAResult):
             discovery_eval_counts=[metric_calls],
             total_metric_calls=metric_calls,
             num_full_val_evals=metric_calls // len(loop.valset) if loop.valset else 0,
-            log_dir=scope.log_dir,
+            log_dir=None if scope.log_dir is None else str(scope.log_dir),
             seed=scope.options.seed,
             **_account(scope),
         )

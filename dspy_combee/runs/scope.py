@@ -20,8 +20,8 @@ from typing import Any
 import dspy
 from filelock import FileLock, Timeout
 
-from dspy_combee.calls.executor_options import check_executor, make_executor
-from dspy_combee.calls.executors import Executor, in_use
+from dspy_combee.calls import check_executor, make_executor
+from dspy_combee.calls.executors import Executor
 from dspy_combee.calls.guard import CallGuard
 from dspy_combee.controller.batch_size import PowerLawBatchSize
 from dspy_combee.learners.learner import LearnerTools
@@ -30,7 +30,7 @@ from dspy_combee.records.secrecy import keeping_secret, secrets_of, traceback_of
 from dspy_combee.records.types import Rollout, Spent, StepRecord, Usage
 from dspy_combee.report.step_log import StepLog
 from dspy_combee.rollouts.feedback import Scorer
-from dspy_combee.rollouts.map import MapStage, ProgramCopier, RolloutJob, lms_in
+from dspy_combee.rollouts.map import MapStage, ProgramCopier, lms_in
 from dspy_combee.runs.progress import ProgressLine
 from dspy_combee.runs.tracking import StepTracking, TrackingOptions
 
@@ -124,7 +124,8 @@ class RunScope:
         self.tracking = StepTracking(options.tracking, num_examples)
         self.batch_sizes: list[int] = []
         """n of each step, those before a resume included."""
-        self.facts: Callable[[StepRecord], Mapping[str, Any]] = dict  # type: ignore[assignment]
+        self.facts: Callable[[StepRecord], Mapping[str, Any]] = lambda record: {}
+        """Gives what the progress line shows of a step beside the rest."""
         self._spent = Spent()
         self._steps: list[StepRecord] = []
         self._began = time.monotonic()
@@ -139,11 +140,13 @@ class RunScope:
     # From start to end -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def opened(self, examples: Sequence[Any]) -> Iterator[None]:
+    def opened(self, examples: Iterable[Any], makes_rollouts: bool = True, tracked: bool = True) -> Iterator[None]:
         """Keep the run's resources for its duration: lock, secrets, executor, tracked run.
 
         Args:
-            examples: What rollouts will be made on; where there are none the executor is not opened.
+            examples: What rollouts will be made on; only an executor that sends them elsewhere looks at them.
+            makes_rollouts: Whether there will be rollouts; otherwise the executor is not opened.
+            tracked: Whether to open the tracked run here; gepa opens that of a search by itself.
 
         Raises:
             ValueError: If another run uses `log_dir`.
@@ -154,10 +157,11 @@ class RunScope:
         with ExitStack() as stack:
             stack.enter_context(exclusive(self.log_dir))
             stack.enter_context(keeping_secret(secrets_of(lm for lm in lms if lm is not None)))
-            if examples:
+            if makes_rollouts:
                 self.stage.check(self.student, examples)
-                stack.enter_context(in_use(self.executor))
-            stack.enter_context(self.tracking.opened())
+                stack.enter_context(self.executor.opened())
+            if tracked:
+                stack.enter_context(self.tracking.opened())
             try:
                 yield
             except BaseException:
@@ -206,7 +210,7 @@ class RunScope:
 
     def note_rollouts(self, phase: str, rollouts: Sequence[Rollout]) -> None:
         """Account for rollouts of a phase: `"profiling"`, `"rollouts"` or `"validation"`; each is one metric call."""
-        usage = sum((rollout.usage for rollout in rollouts), self.stage.cut_short.take())
+        usage = sum((rollout.usage for rollout in rollouts), self.stage.aborted_usage.take())
         self._spent = self._spent.plus(phase, len(rollouts), usage)
 
     def note_feedback(self, metric_calls: int, usage: Usage) -> None:
@@ -215,7 +219,7 @@ class RunScope:
 
     def evaluate(self, program: Any, examples: Sequence[Any], phase: str) -> list[Rollout]:
         """Run a program on examples and account for it."""
-        rollouts = self.stage.run([RolloutJob(program, example, index) for index, example in enumerate(examples)])
+        rollouts = self.stage.run([(program, examples)])
         self.note_rollouts(phase, rollouts)
         return rollouts
 
@@ -254,8 +258,9 @@ class RunScope:
 
     def tell_listeners(self, records: Sequence[StepRecord]) -> None:
         """Tell progress line, trackers and callbacks of steps; one that fails ends no run that has been paid for."""
+        listeners: list[Callable[[Any], Any]] = [self._show, self.tracking, *self.options.step_callbacks]
         for record in records:
-            for listener in (self._show, self.tracking, *self.options.step_callbacks):
+            for listener in listeners:
                 try:
                     listener(record)
                 except Exception as error:

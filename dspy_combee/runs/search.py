@@ -7,7 +7,7 @@ import logging
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -138,7 +138,7 @@ class Search:
                 logger.warning("GEPA's merge failed (%s). The search goes on without merge.", error)
                 self.use_merge = False
                 result = gepa.optimize(**self._gepa_arguments(run_dir))
-        return replace(result, run_dir=log_dir)
+        return replace(result, run_dir=None if log_dir is None else str(log_dir))
 
     def is_spent(self, state: Any) -> bool:
         """Return whether no further step fits the budget, as a gepa stop callback."""
@@ -162,7 +162,7 @@ class Search:
         )
         return EpochSampler(sizer, self.budget, self.optimizer.seed)
 
-    def _gepa_arguments(self, run_dir: str | None) -> dict[str, Any]:
+    def _gepa_arguments(self, run_dir: str | os.PathLike[str] | None) -> dict[str, Any]:
         optimizer, extra = self.optimizer, dict(self.extra)
         callbacks = [self.recorder, *(extra.pop("callbacks", None) or [])]
         stoppers = extra.pop("stop_callbacks", None) or []
@@ -183,7 +183,7 @@ class Search:
             "stop_callbacks": [self.reflection.check, self.is_spent, *stoppers],
             "callbacks": callbacks,
             "logger": _GepaLogger(),
-            "run_dir": run_dir,
+            "run_dir": None if run_dir is None else str(run_dir),
             "track_best_outputs": optimizer.track_best_outputs,
             "display_progress_bar": False,
             "raise_on_exception": True,
@@ -193,8 +193,11 @@ class Search:
             **self._sampling(extra),
         }
         extra.setdefault("use_cloudpickle", True)
-        extra.pop("wandb_attach_existing", None)
-        return _join({**arguments, **self.scope.tracking.gepa_arguments()}, extra)
+        tracking = self.scope.tracking.gepa_arguments()
+        extra = {
+            name: value for name, value in extra.items() if name != "wandb_attach_existing" or name not in tracking
+        }
+        return _join({**arguments, **tracking}, extra)
 
     def _sampling(self, extra: dict[str, Any]) -> dict[str, Any]:
         batch_sampler = extra.pop("batch_sampler", None)
@@ -448,10 +451,10 @@ def refuse_other_state(
         )
 
 
-def items_of(examples: Any) -> list[Any]:
-    """Return the examples of a list, or of one of gepa's data loaders, as a list."""
+def items_of(examples: Any) -> Iterator[Any]:
+    """Yield the examples of a list, or of one of gepa's data loaders, which is asked only when they are used."""
     loader: Any = ensure_loader(examples)
-    return list(loader.fetch(list(loader.all_ids())))
+    yield from loader.fetch(list(loader.all_ids()))
 
 
 def output_saver(optimizer: Any) -> Callable[[Any], bytes]:
@@ -500,7 +503,7 @@ class _ResumedPolicy(EvaluationPolicy[Any, Any]):
         return float(self.policy.get_valset_score(program_idx, state))
 
 
-def _evaluation_policy(policy: Any, run_dir: str | None) -> Any:
+def _evaluation_policy(policy: Any, run_dir: str | os.PathLike[str] | None) -> Any:
     if not has_gepa_state(run_dir) or not (
         policy is None or policy == "full_eval" or isinstance(policy, EvaluationPolicy)
     ):

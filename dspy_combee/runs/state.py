@@ -21,6 +21,8 @@ TRACE_STATE = "trace_state.json"
 PLAYBOOK_STATE = "playbook_state.json"
 """The file of a `PlaybookOptimizer`."""
 
+_RUN_KINDS = {TRACE_STATE: "a run on traces", PLAYBOOK_STATE: "a PlaybookOptimizer run"}
+
 Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(ge=1)]
 
@@ -168,9 +170,10 @@ class StateFile:
 
     def damaged(self, error: Exception) -> ValueError:
         """Return the error to raise for a file that cannot be used."""
+        kind = _RUN_KINDS.get(self.path.name, "this run")
         return ValueError(
-            f"{self.path} is no state of this run, or it is damaged: {_one_line(error)}. Put the right file there, "
-            "or give another log_dir to start anew."
+            f"{self.path} is no state of {kind}, or it is damaged: {_one_line(error)}. Put the right file there, or give "
+            "another log_dir to start anew."
         )
 
     def _differing(self, saved: Mapping[str, Any], version: int) -> list[str]:

@@ -128,11 +128,15 @@ class StepTracking:
         self.options = options
         self.num_examples = num_examples
         self._attached = options.use_wandb and bool(options.more.get("wandb_attach_existing", has_wandb_run()))
+        self._is_open = False
         self._offsets: list[tuple[Tracker, int]] | None = None
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Keep a tracked run open, as gepa's own tracker opens it, or join the one that is active."""
+        """Keep a tracked run open, as gepa's own tracker opens it, or join the one that is active.
+
+        A search alone needs none: gepa opens its own.
+        """
         options = self.options
         if not (options.use_mlflow or options.use_wandb):
             yield
@@ -146,10 +150,11 @@ class StepTracking:
             use_mlflow=options.use_mlflow,
             **more,
         ):
+            self._is_open = True
             yield
 
     def gepa_arguments(self) -> dict[str, Any]:
-        """Return the keywords with which `gepa.optimize` logs into the run that `opened` keeps open."""
+        """Return the keywords of `gepa.optimize`, which joins the run that `opened` keeps open, or the host's."""
         options = self.options
         arguments = {
             "use_wandb": options.use_wandb,
@@ -157,7 +162,8 @@ class StepTracking:
             "wandb_init_kwargs": options.wandb_init_kwargs,
             "use_mlflow": options.use_mlflow,
         }
-        return arguments | ({"wandb_attach_existing": True} if options.use_wandb else {})
+        joins_wandb = options.use_wandb and (self._attached or self._is_open)
+        return arguments | ({"wandb_attach_existing": True} if joins_wandb else {})
 
     def __call__(self, step: StepRecord) -> None:
         """Log a step.
