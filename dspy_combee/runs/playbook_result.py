@@ -10,7 +10,7 @@ from dspy_combee.learners.provenance import BulletProvenance, bullet_ids, trace_
 from dspy_combee.playbook import Playbook
 from dspy_combee.playbook.records import PlaybookStep
 from dspy_combee.records.types import Spent
-from dspy_combee.report.of_run import RunReport
+from dspy_combee.report import RunReport
 
 
 @dataclass(frozen=True)

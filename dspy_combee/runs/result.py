@@ -10,7 +10,7 @@ from dspy.teleprompt.gepa.gepa import DspyGEPAResult
 
 from dspy_combee.records.provenance import Provenance, trace_back
 from dspy_combee.records.types import Spent, StepRecord
-from dspy_combee.report.of_run import RunReport
+from dspy_combee.report import RunReport
 from dspy_combee.runs.events import REPEATED, StepRecorder
 
 if TYPE_CHECKING:
