@@ -7,7 +7,6 @@ one level run together whatever component they are for.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import random
@@ -282,7 +281,9 @@ class TreeAggregator:
         parts = [([f"r{position}" for position, _ in group], [record for _, record in group]) for group in groups]
         nodes: list[ProposalNode] = []
         waiting: list[tuple[Any, list[str]]] = []  # Proposals that had none to be merged with.
-        for level in itertools.count(1):
+        level = 0
+        while True:
+            level += 1
             made = yield [
                 NodeCall(task, f"{level}.{index}", kind, tuple(ids), tuple(items))
                 for index, (ids, items) in enumerate(parts)
@@ -294,14 +295,13 @@ class TreeAggregator:
                 return task.reduction(nodes, error=error, num_groups=k, duplication_factor=p)
             proposals = _distinct([*waiting, *((node.output, [node.id]) for node in made if node.output is not None)])
             if len(proposals) == 1:
-                break
+                return task.reduction(nodes, text=proposals[0][0], num_groups=k, duplication_factor=p)
             split = split_evenly(proposals, self._num_merges([text for text, _ in proposals], room))
             waiting = [part[0] for part in split if len(part) == 1]
             kind = "merge"
             parts = [
                 ([i for _, ids in part for i in ids], [text for text, _ in part]) for part in split if len(part) > 1
             ]
-        return task.reduction(nodes, text=proposals[0][0], num_groups=k, duplication_factor=p)
 
     def _num_merges(self, proposals: list[Any], room: int | None) -> int:
         """Return the merges of a level: as few as fan-in and token limit allow, each of at least two proposals."""
