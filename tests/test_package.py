@@ -147,7 +147,7 @@ def test_exported_names():
 
 
 def test_import_stays_light():
-    heavy = "ray", "matplotlib", "scipy"
+    heavy = "ray", "matplotlib", "scipy", "sklearn"
     code = f"import sys; from dspy_combee import *; print([name for name in {heavy} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     assert run.stdout.strip() == "[]"

@@ -176,7 +176,7 @@ def test_an_outage_of_the_students_lm_is_no_bad_score(tmp_path):
     with pytest.raises(ProviderError, match="refused") as caught:
         learn(lm, executor=executor, minibatch_size=[3], log_dir=tmp_path)
     saved = json.loads((tmp_path / "playbook_state.json").read_text(encoding="utf-8"))
-    assert len(contents(caught.value.best_program)) == 3 * saved["step"]
+    assert len(contents(caught.value.best_program)) == 3 * saved["state"]["step"]
 
 
 def test_what_passes_is_tried_again():

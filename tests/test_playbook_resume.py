@@ -73,7 +73,7 @@ def unbroken(tmp_path_factory):
 def test_a_killed_run_goes_on_as_if_unbroken(phase, unbroken, tmp_path):
     killed = run_script(phase, tmp_path)
     assert killed.returncode == -9, killed.stderr
-    saved = json.loads((tmp_path / STATE).read_text(encoding="utf-8"))
+    saved = json.loads((tmp_path / STATE).read_text(encoding="utf-8"))["state"]
     assert saved["step"] == 2
     lm = playbook_lm()
     program = learn(lm, Chain(), n_train=12, valset=examples(4), minibatch_size=4, num_epochs=2, log_dir=tmp_path)

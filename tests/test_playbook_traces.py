@@ -160,8 +160,7 @@ def test_with_a_valset_only_what_is_better_is_kept(tmp_path):
     assert program.detailed_results.best_score == 1.0
     assert program.detailed_results.best_step == kept.iteration
     assert [step.to_dict() for step in read_steps(tmp_path)] == [step.to_dict() for step in steps]
-    page = html_page(steps)
-    assert '"component":"self"' in page
+    assert "Playbook of self" in html_page(steps)
 
 
 def test_without_a_valset_it_is_taken_and_the_log_says_so(caplog):

@@ -13,8 +13,8 @@ import pytest
 
 from dspy_combee import Playbook, StepRecord
 from dspy_combee.playbook.records import PlaybookStep
-from dspy_combee.report import report_main
-from dspy_combee.report.data import page_data
+from dspy_combee.report import html_page, report_main
+from dspy_combee.report.playbook import playbook_histories
 from dspy_combee.report.step_log import FILE_NAME, StepLog, read_steps
 from dspy_combee.report.step_reading import step_from_dict
 
@@ -199,7 +199,7 @@ def test_a_playbook_run_writes_its_steps_with_all_their_fields(tmp_path):
     assert [step.changes for step in read] == [step.changes for step in steps]
     assert [step.applied for step in read] == [step.applied for step in steps]
     assert [step.reductions for step in read] == [step.reductions for step in steps]
-    assert page_data(read) == page_data(steps)
+    assert html_page(read) == html_page(steps)
     file, count = report_main(tmp_path)
     assert count == len(steps)
     program.detailed_results.save_html(tmp_path / "other.html")
@@ -266,6 +266,6 @@ def test_secrets_do_not_reach_the_file(tmp_path, monkeypatch):
 
 def test_playbooks_read_back_are_those_of_the_report(tmp_path):
     program = playbook_lessons.learn(playbook_lm(), n_train=12, num_epochs=2, log_dir=tmp_path)
-    (book,) = page_data(read_steps(tmp_path))["playbooks"]
-    alive = {bullet["id"] for bullet in book["bullets"] if bullet["gone"] is None}
+    (history,) = playbook_histories(read_steps(tmp_path))
+    alive = {bullet.id for bullet in history.bullets.values() if not bullet.gone}
     assert alive == {bullet.id for bullet in Playbook.from_program(program)}

@@ -477,7 +477,7 @@ def test_a_finished_run_on_traces_costs_nothing_more(tmp_path):
     assert lm.calls == []
     assert instruction(again) == instruction(first)
     assert again.detailed_results.to_dict()["steps"] == first.detailed_results.to_dict()["steps"]
-    assert {file.name for file in tmp_path.iterdir()} == {"trace_state.json", "steps.jsonl"}
+    assert {file.name for file in tmp_path.iterdir()} == {"trace_state.json", "steps.jsonl", ".lock"}
 
 
 def test_states_of_other_runs_are_refused(tmp_path):

@@ -60,4 +60,4 @@ def check_hostile_run(lm, steps):
     page = html_page(steps)
     assert "hacked" in page
     assert "<img" not in page
-    assert page.count("<script") == 2
+    assert page.count("<script") == 0

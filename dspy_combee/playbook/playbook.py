@@ -129,7 +129,7 @@ class Playbook:
         counted: Counter[tuple[str, str]] = Counter()
         refused = []
         for index, pair in enumerate(tags):
-            bullet_id, tag = _read_pair(pair)
+            bullet_id, tag = read_tag(pair)
             if bullet_id in self._by_id and tag in TAGS:
                 counted[bullet_id, tag] += 1
             else:
@@ -389,8 +389,8 @@ def playbooks_in(program: Any) -> dict[str, Playbook]:
     return found
 
 
-def _read_pair(pair: Any) -> tuple[str, str]:
-    """An (id, tag) pair, brackets and case of no account; something unknown where it is none."""
+def read_tag(pair: Any) -> tuple[str, str]:
+    """Return the (id, tag) of a pair, brackets and case ignored; an unknown id and no tag where it is no pair."""
     if isinstance(pair, Mapping):
         pair = (pair.get("id", pair.get("bullet_id")), pair.get("tag"))
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(item, str) for item in pair):

@@ -4,77 +4,74 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from dspy_combee.calls.executors import Executor
-from dspy_combee.records.types import ProposalNode, Reduction
-from dspy_combee.reduce.tree import CallFunction, NodeCall, ReductionTask
+from dspy_combee.records.checks import check_int
+from dspy_combee.records.types import Reduction
+from dspy_combee.reduce.tree import CallFunction, NodeCall, Plan, ReductionTask, reduce_in_waves
 
 Embed = Callable[[list[str]], Any]
 
-_STARTS = 5
-_ITERATIONS = 20
-
 
 class FlatAggregator:
-    """All records in one call: the naive large batch that loses lessons to context overload (paper, section 2.2)."""
+    """Put all records in one call: the naive large batch, which loses lessons to context overload (section 2.2)."""
 
     def __repr__(self) -> str:
         return "FlatAggregator()"
 
     def aggregate(self, tasks: Sequence[ReductionTask], call: CallFunction, executor: Executor) -> list[Reduction]:
         """See `Aggregator.aggregate`."""
-        return _one_call_each([(task, tuple(range(len(task.records)))) for task in tasks], call, executor)
+        return reduce_in_waves([_one_call(task, range(len(task.records))) for task in tasks], call, executor)
 
 
 class TopKAggregator:
-    """One record per cluster goes into one call (paper, section 4.1).
+    """Put one record per cluster in one call (paper, section 4.1).
 
     The records are embedded and clustered by k-means; from each cluster the record nearest to its centre is kept.
+    It needs scikit-learn: `pip install dspy-combee[top-k]`.
 
     Args:
         num_clusters: K, at least 1; the paper's is 5.
         embedder: Takes texts and gives one vector each, such as a `dspy.Embedder` (what it costs is not part of
-            the account). Default: TF-IDF from scikit-learn (`pip install dspy-combee[tfidf]`), which is ours and
-            not the paper's.
+            the account). Default: TF-IDF, which is ours and not the paper's.
 
     Raises:
         TypeError: If `num_clusters` is no int, or `embedder` cannot be called.
         ValueError: If `num_clusters` is below 1.
-        ImportError: If there is no embedder and scikit-learn is not installed.
+        ImportError: If scikit-learn is not installed.
     """
 
     def __init__(self, num_clusters: int = 5, embedder: Embed | None = None) -> None:
-        if isinstance(num_clusters, bool) or not isinstance(num_clusters, int):
-            raise TypeError(f"num_clusters must be an int of at least 1, got {num_clusters!r}.")
-        if num_clusters < 1:
-            raise ValueError(f"num_clusters must be at least 1, got {num_clusters}.")
+        self.num_clusters = check_int("num_clusters", num_clusters)
         if embedder is not None and not callable(embedder):
             raise TypeError(f"embedder must take a list of texts, got {type(embedder).__name__}.")
-        self.num_clusters = num_clusters
-        self.embedder: Embed = _tfidf() if embedder is None else embedder
+        if find_spec("sklearn") is None:  # Said here, so that no run fails after its rollouts.
+            raise ImportError("Top-K retrieval clusters records with scikit-learn: pip install 'dspy-combee[top-k]'.")
+        self.embedder = embedder
 
     def __repr__(self) -> str:
         return f"TopKAggregator(num_clusters={self.num_clusters}, embedder={self.embedder!r})"
 
     def aggregate(self, tasks: Sequence[ReductionTask], call: CallFunction, executor: Executor) -> list[Reduction]:
         """See `Aggregator.aggregate`."""
-        return _one_call_each([(task, self._chosen(task)) for task in tasks], call, executor)
+        return reduce_in_waves([_one_call(task, self._chosen(task)) for task in tasks], call, executor)
 
-    def _chosen(self, task: ReductionTask) -> tuple[int, ...]:
-        """Positions of the records that are kept, in order."""
-        texts = [_text(record) for record in task.records]
+    def _chosen(self, task: ReductionTask) -> Sequence[int]:
+        """Return the positions of the records that are kept, in order."""
+        texts = [r if isinstance(r, str) else json.dumps(r, ensure_ascii=False, default=str) for r in task.records]
         if len(texts) <= self.num_clusters:
-            return tuple(range(len(texts)))
-        vectors = self.embedder(texts)
+            return range(len(texts))
+        vectors = (self.embedder or _tfidf)(texts)
         if len(vectors) != len(texts):
             raise ValueError(f"The embedder gave {len(vectors)} vectors for {len(texts)} texts.")
         return nearest_to_centres(vectors, self.num_clusters, task.rng)
 
 
 class SummarizeAggregator:
-    """One summary for each record, all at once, then one call over the summaries (paper, section 4.1).
+    """Summarize each record, all at once, then make one call over the summaries (paper, section 4.1).
 
     At least half of the summaries must succeed.
     """
@@ -84,75 +81,40 @@ class SummarizeAggregator:
 
     def aggregate(self, tasks: Sequence[ReductionTask], call: CallFunction, executor: Executor) -> list[Reduction]:
         """See `Aggregator.aggregate`."""
-        calls = [_summary_calls(task) for task in tasks]
-        nodes = iter(executor.map(call, [node_call for wave in calls for node_call in wave]))
-        summaries = [[next(nodes) for _ in wave] for wave in calls]
-        finals = [_final_call(task, made) for task, made in zip(tasks, summaries, strict=True)]
-        roots = iter(executor.map(call, [final for final in finals if final is not None]))
-        return [
-            _reduction(task, [*made, next(roots)]) if final is not None else _failed(task, made)
-            for task, made, final in zip(tasks, summaries, finals, strict=True)
-        ]
+        return reduce_in_waves([_summarize(task) for task in tasks], call, executor)
 
 
-def _summary_calls(task: ReductionTask) -> list[NodeCall]:
-    return [
+def _one_call(task: ReductionTask, positions: Iterable[int]) -> Plan:
+    chosen = [(f"r{position}", task.records[position]) for position in positions]
+    if not chosen:
+        return task.reduction([], error="there are no records")
+    ids, records = zip(*chosen, strict=True)
+    (node,) = yield [NodeCall(task, "1.0", "propose", ids, records)]
+    return task.reduction([node], node.output, _failure(node.error))
+
+
+def _summarize(task: ReductionTask) -> Plan:
+    if not task.records:
+        return task.reduction([], error="there are no records")
+    summaries = yield [
         NodeCall(task, f"1.{position}", "summarize", (f"r{position}",), (record,))
         for position, record in enumerate(task.records)
     ]
-
-
-def _final_call(task: ReductionTask, summaries: Sequence[ProposalNode]) -> NodeCall | None:
-    good = [node for node in summaries if node.output is not None]
-    if not good or 2 * len(good) < len(summaries):
-        return None
-    return NodeCall(task, "2.0", "propose", tuple(node.id for node in good), tuple(node.output for node in good))
-
-
-def _failed(task: ReductionTask, summaries: Sequence[ProposalNode]) -> Reduction:
     failures = [node.error for node in summaries if node.output is None]
-    error = "there are no records"
-    if failures:
+    if 2 * len(failures) > len(summaries):
         error = f"{len(failures)} of {len(summaries)} summaries failed; last: {failures[-1]}"
-    return _reduction(task, list(summaries), error)
+        return task.reduction(summaries, error=error)
+    ids, texts = zip(*((node.id, node.output) for node in summaries if node.output is not None), strict=True)
+    (root,) = yield [NodeCall(task, "2.0", "propose", ids, texts)]
+    return task.reduction([*summaries, root], root.output, _failure(root.error))
 
 
-def _one_call_each(
-    chosen: Sequence[tuple[ReductionTask, tuple[int, ...]]], call: CallFunction, executor: Executor
-) -> list[Reduction]:
-    """One plain call for each task, over the records at the chosen positions."""
-    calls = [
-        NodeCall(task, "1.0", "propose", tuple(f"r{p}" for p in positions), tuple(task.records[p] for p in positions))
-        for task, positions in chosen
-        if positions
-    ]
-    nodes = iter(executor.map(call, calls))
-    return [
-        _reduction(task, [next(nodes)]) if positions else _reduction(task, [], "there are no records")
-        for task, positions in chosen
-    ]
-
-
-def _reduction(task: ReductionTask, nodes: list[ProposalNode], error: str | None = None) -> Reduction:
-    text = nodes[-1].output if nodes and error is None else None
-    if text is None and error is None:
-        error = f"the reflection call failed: {nodes[-1].error}"
-    return Reduction(
-        component=task.component,
-        text=text,
-        nodes=tuple(nodes),
-        num_groups=1,
-        duplication_factor=1,
-        error=error,
-        current=task.current,
-        sources=task.sources or tuple(range(len(task.records))),
-    )
+def _failure(error: str | None) -> str | None:
+    return None if error is None else f"the reflection call failed: {error}"
 
 
 def nearest_to_centres(vectors: Any, num_clusters: int, rng: random.Random) -> tuple[int, ...]:
     """Cluster vectors by k-means, and give the position of the one nearest to the centre of each cluster.
-
-    The best of several starts is taken (k-means++ each, drawn from `rng`).
 
     Args:
         vectors: One row for each record.
@@ -166,63 +128,22 @@ def nearest_to_centres(vectors: Any, num_clusters: int, rng: random.Random) -> t
         ValueError: If the vectors are no matrix of finite numbers.
     """
     import numpy as np
+    from sklearn.cluster import KMeans
+    from threadpoolctl import threadpool_limits
 
     rows = np.asarray(vectors, dtype=float)
     if rows.ndim != 2 or not np.isfinite(rows).all():
         raise ValueError(f"The embedder must give one vector of finite numbers for each text, got shape {rows.shape}.")
-    clusterings = [found for _ in range(_STARTS) if (found := _k_means(rows, num_clusters, rng)) is not None]
-    if not clusterings:  # Each start lost a cluster on the way, which takes vectors in very odd places.
-        return nearest_to_centres(rows, num_clusters - 1, rng)
-    labels, distances = min(clusterings, key=lambda found: float((found[1] ** 2).sum()))
-    order = np.lexsort((np.arange(len(rows)), distances, labels))
-    _, first = np.unique(labels[order], return_index=True)
+    k = min(num_clusters, len(np.unique(rows, axis=0)))
+    with threadpool_limits(1):  # Several threads add up in any order, and rounding would change the choice.
+        found = KMeans(k, n_init=5, max_iter=20, random_state=rng.randrange(2**32)).fit(rows)
+    distances = ((rows - found.cluster_centers_[found.labels_]) ** 2).sum(axis=1)
+    order = np.lexsort((np.arange(len(rows)), distances, found.labels_))
+    _, first = np.unique(found.labels_[order], return_index=True)
     return tuple(sorted(int(position) for position in order[first]))
 
 
-def _k_means(rows: Any, num_clusters: int, rng: random.Random) -> tuple[Any, Any] | None:
-    """One start of k-means: the cluster of each row, and how far it is from the centre; None if one stays empty."""
-    import numpy as np
-    from scipy.cluster.vq import ClusterError, kmeans2
+def _tfidf(texts: list[str]) -> Any:
+    from sklearn.feature_extraction.text import TfidfVectorizer
 
-    chosen = [rng.randrange(len(rows))]
-    nearest = _squared_distances(rows, rows[chosen[0]])
-    while len(chosen) < num_clusters and nearest.any():
-        chosen += rng.choices(range(len(rows)), nearest.tolist())
-        nearest = np.minimum(nearest, _squared_distances(rows, rows[chosen[-1]]))
-    try:
-        centres, labels = kmeans2(rows, rows[chosen], iter=_ITERATIONS, minit="matrix", missing="raise")
-    except ClusterError:
-        return None
-    return labels, np.sqrt(_squared_distances(rows, centres[labels]))
-
-
-def _squared_distances(rows: Any, others: Any) -> Any:
-    return ((rows - others) ** 2).sum(axis=1)
-
-
-def _text(record: Any) -> str:
-    return record if isinstance(record, str) else json.dumps(record, ensure_ascii=False, default=str)
-
-
-def _tfidf() -> Embed:
-    try:
-        from sklearn.feature_extraction.text import TfidfVectorizer
-    except ImportError as error:
-        raise ImportError(
-            "Top-K retrieval needs an embedder. Give one, TopKAggregator(embedder=dspy.Embedder(...)), or install "
-            "scikit-learn for TF-IDF: pip install 'dspy-combee[tfidf]'."
-        ) from error
-    return _TfIdf(TfidfVectorizer)
-
-
-class _TfIdf:
-    """TF-IDF vectors of texts, fitted on those texts."""
-
-    def __init__(self, vectorizer: Any) -> None:
-        self.vectorizer = vectorizer
-
-    def __repr__(self) -> str:
-        return "TF-IDF"
-
-    def __call__(self, texts: list[str]) -> Any:
-        return self.vectorizer(token_pattern=r"(?u)\S+").fit_transform(texts).toarray()
+    return TfidfVectorizer(token_pattern=r"(?u)\S+").fit_transform(texts).toarray()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -30,47 +30,68 @@ SMALLEST_TREE = 4
 
 @dataclass(frozen=True)
 class ReductionTask:
-    """The records of one component of one job.
-
-    Attributes:
-        component: The component.
-        current: Its text in the frozen candidate.
-        records: The reflection records, n of them.
-        rng: Source of the shuffle, this task's own.
-        num_groups: k; None is floor(sqrt(n)).
-        duplication_factor: p.
-        sources: For each record, the position in the minibatch of the example that it came from; empty where each
-            record has an example of its own.
-        candidate: The whole frozen candidate.
-    """
+    """Hold the records of one component of one job."""
 
     component: str
+    """The component."""
     current: str
+    """Its text in the frozen candidate."""
     records: Sequence[Any]
+    """The reflection records, n of them."""
     rng: random.Random
+    """Source of the shuffle, this task's own."""
     num_groups: int | None = None
+    """k; None is floor(sqrt(n))."""
     duplication_factor: int = 2
+    """p."""
     sources: tuple[int, ...] = ()
+    """Positions in the minibatch of the examples that the records came from; empty where each has its own."""
     candidate: Mapping[str, str] = field(default_factory=dict)
+    """The whole frozen candidate."""
+
+    def reduction(
+        self,
+        nodes: Sequence[ProposalNode],
+        text: Any = None,
+        error: str | None = None,
+        num_groups: int = 1,
+        duplication_factor: int = 1,
+    ) -> Reduction:
+        """Return the outcome of the task: a text, or the reason why there is none.
+
+        Args:
+            nodes: The calls that were made, in order.
+            text: The proposal.
+            error: Why there is none.
+            num_groups: k, as it was.
+            duplication_factor: p, as it was.
+        """
+        return Reduction(
+            component=self.component,
+            text=text,
+            nodes=tuple(nodes),
+            num_groups=num_groups,
+            duplication_factor=duplication_factor,
+            error=error,
+            current=self.current,
+            sources=self.sources or tuple(range(len(self.records))),
+        )
 
 
 @dataclass(frozen=True)
 class NodeCall:
-    """One call that an aggregator wants made.
-
-    Attributes:
-        task: The task it belongs to.
-        id: Id of the node.
-        kind: `"propose"` reads records (or summaries of them), `"merge"` reads proposals, `"summarize"` one record.
-        inputs: Ids of what it reads.
-        items: What it reads.
-    """
+    """Ask for one reflection-LM call."""
 
     task: ReductionTask
+    """The task it belongs to."""
     id: str
+    """Id of the node: level and number."""
     kind: Literal["propose", "merge", "summarize"]
+    """`"propose"` reads records (or summaries of them), `"merge"` reads proposals, `"summarize"` one record."""
     inputs: tuple[str, ...]
+    """Ids of what it reads: of records (`r0`), or of nodes."""
     items: tuple[Any, ...]
+    """What it reads."""
 
 
 CallFunction = Callable[[NodeCall], ProposalNode]
@@ -78,7 +99,7 @@ CallFunction = Callable[[NodeCall], ProposalNode]
 
 @runtime_checkable
 class Aggregator(Protocol):
-    """Turns the records of each task into one proposal."""
+    """Turn the records of each task into one proposal."""
 
     def aggregate(self, tasks: Sequence[ReductionTask], call: CallFunction, executor: Executor) -> list[Reduction]:
         """Reduce every task.
@@ -92,6 +113,35 @@ class Aggregator(Protocol):
             One reduction for each task, in order.
         """
         ...
+
+
+Plan = Generator[list[NodeCall], list[ProposalNode], Reduction]
+"""How one task is reduced: it yields the calls of a level, is sent their nodes, and returns the reduction."""
+
+
+def reduce_in_waves(plans: Sequence[Plan], call: CallFunction, executor: Executor) -> list[Reduction]:
+    """Carry out plans side by side: the calls of a level of all of them run at once.
+
+    Args:
+        plans: One for each task.
+        call: Makes one reflection-LM call.
+        executor: Runs the calls.
+
+    Returns:
+        One reduction for each plan, in order.
+    """
+    reductions: dict[int, Reduction] = {}
+    answers: dict[int, Any] = dict.fromkeys(range(len(plans)))
+    while answers:
+        wave: dict[int, list[NodeCall]] = {}
+        for index, nodes in answers.items():
+            try:
+                wave[index] = plans[index].send(nodes)
+            except StopIteration as end:
+                reductions[index] = end.value
+        made = iter(executor.map(call, [node_call for calls in wave.values() for node_call in calls]) if wave else ())
+        answers = {index: [next(made) for _ in calls] for index, calls in wave.items()}
+    return [reductions[index] for index in range(len(plans))]
 
 
 class NodeCalls(Protocol):
@@ -132,16 +182,9 @@ class _TreeExecutor(Executor):
         """Return the tree of a task that an error ended, as far as it had grown."""
         made = [(call, node) for call, node in self.made if call.task is task]
         groups = [call.items for call, _ in made if call.kind == "propose"]
-        return Reduction(
-            component=task.component,
-            text=None,
-            nodes=tuple(node for _, node in made),
-            num_groups=len(groups),
-            duplication_factor=sum(map(len, groups)) // max(1, len(task.records)),
-            error=error,
-            current=task.current,
-            sources=task.sources or tuple(range(len(task.records))),
-        )
+        nodes = [node for _, node in made]
+        used = sum(map(len, groups)) // max(1, len(task.records))
+        return task.reduction(nodes, error=error, num_groups=len(groups), duplication_factor=used)
 
 
 @dataclass(frozen=True)
@@ -197,7 +240,7 @@ def _check_reductions(made: Any, expected: int, name: str) -> None:
 
 
 class TreeAggregator:
-    """The paper's two-level scan, with more levels where one merge would read too much.
+    """Reduce by the paper's two-level scan, with more levels where one merge would read too much.
 
     Level 1 makes one call per group, all at once. Level 2 merges the k proposals in one call when k is at most
     `max_fan_in`; else they are dealt into ceil(k / max_fan_in) even groups and merged, level by level. Equal
@@ -226,109 +269,79 @@ class TreeAggregator:
 
     def aggregate(self, tasks: Sequence[ReductionTask], call: CallFunction, executor: Executor) -> list[Reduction]:
         """See `Aggregator.aggregate`."""
-        trees = [_Tree(task, self.max_fan_in, self.max_context_tokens) for task in tasks]
-        wave = [(tree, tree.first_level()) for tree in trees]
-        while any(calls for _, calls in wave):
-            nodes = iter(executor.map(call, [node_call for _, calls in wave for node_call in calls]))
-            wave = [(tree, tree.next_level([next(nodes) for _ in calls])) for tree, calls in wave if calls]
-        return [tree.reduction() for tree in trees]
+        return reduce_in_waves([self._plan(task) for task in tasks], call, executor)
 
+    def _plan(self, task: ReductionTask) -> Plan:
+        room = None
+        if self.max_context_tokens is not None:
+            room = max(1, self.max_context_tokens - estimate_tokens(task.current))
+        groups, p = _deal(task)
+        if not groups:
+            return task.reduction([], error="there are no records")
+        groups = [part for group in groups for part in _fitting(group, room)]
+        k = len(groups)
+        kind: Literal["propose", "merge"] = "propose"
+        parts = [([f"r{position}" for position, _ in group], [record for _, record in group]) for group in groups]
+        nodes: list[ProposalNode] = []
+        waiting: list[tuple[Any, list[str]]] = []  # Proposals that had none to be merged with.
+        level = 0
+        while True:
+            level += 1
+            made = yield [
+                NodeCall(task, f"{level}.{index}", kind, tuple(ids), tuple(items))
+                for index, (ids, items) in enumerate(parts)
+            ]
+            nodes += made
+            failures = [node.error for node in made if node.output is None]
+            if 2 * len(failures) > len(made):
+                error = f"{len(failures)} of {len(made)} reflection calls of level {level} failed; last: {failures[-1]}"
+                return task.reduction(nodes, error=error, num_groups=k, duplication_factor=p)
+            proposals = _distinct([*waiting, *((node.output, [node.id]) for node in made if node.output is not None)])
+            if len(proposals) == 1:
+                return task.reduction(nodes, text=proposals[0][0], num_groups=k, duplication_factor=p)
+            split = split_evenly(proposals, self._num_merges([text for text, _ in proposals], room))
+            waiting = [part[0] for part in split if len(part) == 1]
+            kind = "merge"
+            parts = [
+                ([i for _, ids in part for i in ids], [text for text, _ in part]) for part in split if len(part) > 1
+            ]
 
-class _Tree:
-    """The tree of one task while it grows."""
-
-    def __init__(self, task: ReductionTask, max_fan_in: int, max_context_tokens: int | None) -> None:
-        self.task = task
-        self.max_fan_in = max_fan_in
-        self.room: int | None = None
-        if max_context_tokens is not None:
-            self.room = max(1, max_context_tokens - estimate_tokens(task.current))
-        n = len(task.records)
-        k = default_num_groups(n) if task.num_groups is None else min(task.num_groups, max(1, n))
-        self.k = 1 if n < SMALLEST_TREE else k
-        self.p = effective_duplication(task.duplication_factor, self.k)
-        self.level = 0
-        self.nodes: list[ProposalNode] = []
-        self.waiting: list[tuple[Any, list[str]]] = []  # Proposals that had none to be merged with.
-        self.text: Any = None
-        self.error: str | None = None
-
-    def first_level(self) -> list[NodeCall]:
-        n = len(self.task.records)
-        if n == 0:
-            self.error = "there are no records"
-            return []
-        if self.k == 1:
-            logger.info("%s: %d records go into one plain reflection call.", self.task.component, n)
-        numbered = list(enumerate(self.task.records))
-        groups = augmented_shuffle(numbered, self.k, self.p, self.task.rng) if self.k > 1 else [numbered]
-        groups = [part for group in groups for part in self._fitting(group)]
-        self.k = len(groups)
-        return [
-            self._call(index, "propose", tuple(f"r{position}" for position, _ in group), [r for _, r in group])
-            for index, group in enumerate(groups)
-        ]
-
-    def next_level(self, nodes: list[ProposalNode]) -> list[NodeCall]:
-        self.nodes.extend(nodes)
-        self.level += 1
-        failures = [node for node in nodes if node.output is None]
-        if 2 * len(failures) > len(nodes):
-            cause = failures[-1].error
-            self.error = f"{len(failures)} of {len(nodes)} reflection calls of level {self.level} failed; last: {cause}"
-            return []
-        made = [(node.output, [node.id]) for node in nodes if node.output is not None]
-        proposals = _distinct([*self.waiting, *made])
-        if len(proposals) == 1:
-            self.text = proposals[0][0]
-            return []
-        parts = split_evenly(proposals, self._num_merges([text for text, _ in proposals]))
-        self.waiting = [part[0] for part in parts if len(part) == 1]
-        return [
-            self._call(index, "merge", tuple(i for _, ids in part for i in ids), [text for text, _ in part])
-            for index, part in enumerate(part for part in parts if len(part) > 1)
-        ]
-
-    def reduction(self) -> Reduction:
-        return Reduction(
-            component=self.task.component,
-            text=self.text,
-            nodes=tuple(self.nodes),
-            num_groups=self.k,
-            duplication_factor=self.p,
-            error=self.error,
-            current=self.task.current,
-            sources=self.task.sources or tuple(range(len(self.task.records))),
-        )
-
-    def _call(
-        self, index: int, kind: Literal["propose", "merge"], inputs: tuple[str, ...], items: list[Any]
-    ) -> NodeCall:
-        return NodeCall(self.task, f"{self.level + 1}.{index}", kind, inputs, tuple(items))
-
-    def _fitting(self, group: list[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
-        """Split a group until the records of each part fit the token limit; one that does not fit alone is cut."""
-        if self.room is None:
-            return [group]
-        parts = math.ceil(sum(estimate_tokens(record) for _, record in group) / self.room)
-        if parts <= 1:
-            return [group]
-        if len(group) == 1:
-            position, record = group[0]
-            return [[(position, cut_to_fit(record, self.room))]]
-        return [fit for part in split_evenly(group, min(parts, len(group))) for fit in self._fitting(part)]
-
-    def _num_merges(self, proposals: list[Any]) -> int:
-        """Merges of a level: as few as fan-in and token limit allow, each of at least two proposals."""
+    def _num_merges(self, proposals: list[Any], room: int | None) -> int:
+        """Return the merges of a level: as few as fan-in and token limit allow, each of at least two proposals."""
         merges = math.ceil(len(proposals) / self.max_fan_in)
-        if self.room is not None:
+        if room is not None:
             tokens = sum(estimate_tokens(proposal) for proposal in proposals)
-            merges = max(merges, min(math.ceil(tokens / self.room), len(proposals) // 2))
+            merges = max(merges, min(math.ceil(tokens / room), len(proposals) // 2))
         return merges
 
 
+def _deal(task: ReductionTask) -> tuple[list[list[tuple[int, Any]]], int]:
+    """Return the groups of numbered records, none where there are no records, and p."""
+    n = len(task.records)
+    k = default_num_groups(n) if task.num_groups is None else min(task.num_groups, max(1, n))
+    k = 1 if n < SMALLEST_TREE else k
+    p = effective_duplication(task.duplication_factor, k)
+    numbered = list(enumerate(task.records))
+    if k > 1:
+        return augmented_shuffle(numbered, k, p, task.rng), p
+    if numbered:
+        logger.info("%s: %d records go into one plain reflection call.", task.component, n)
+    return [numbered] if numbered else [], p
+
+
+def _fitting(group: list[tuple[int, Any]], room: int | None) -> list[list[tuple[int, Any]]]:
+    """Split a group until the records of each part fit the token limit; one that does not fit alone is cut."""
+    parts = 1 if room is None else math.ceil(sum(estimate_tokens(record) for _, record in group) / room)
+    if room is None or parts <= 1:
+        return [group]
+    if len(group) == 1:
+        position, record = group[0]
+        return [[(position, cut_to_fit(record, room))]]
+    return [fit for part in split_evenly(group, min(parts, len(group))) for fit in _fitting(part, room)]
+
+
 def _distinct(proposals: Sequence[tuple[Any, list[str]]]) -> list[tuple[Any, list[str]]]:
-    """The proposals, equal ones as one with the ids of all."""
+    """Return the proposals, equal ones as one with the ids of all."""
     texts: dict[str, list[str]] = {}
     distinct: list[tuple[Any, list[str]]] = []
     for proposal, ids in proposals:

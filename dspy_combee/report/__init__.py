@@ -1,5 +1,5 @@
-"""Reports of a run, from its step records alone: the HTML page, tables and plots."""
+"""Reports of a run, from its step records alone: the HTML page and the plots."""
 
-from dspy_combee.report.page import html_page, report_main, save_html
+from dspy_combee.report.page import RunReport, html_page, report_main
 
-__all__ = ["html_page", "report_main", "save_html"]
+__all__ = ["RunReport", "html_page", "report_main"]

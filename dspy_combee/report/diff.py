@@ -1,9 +1,8 @@
-"""What changed from one text to another, line by line, with the changed words marked."""
+"""The changes from one text to another, line by line, with the changed words marked."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 
 CONTEXT_LINES = 3
@@ -17,78 +16,41 @@ DiffLine = tuple[str, list[Part]]
 
 
 def diff_lines(old: str, new: str) -> list[DiffLine]:
-    """The lines of both texts, in order; of a long unchanged stretch only what is next to a change.
-
-    Args:
-        old: The text before.
-        new: The text after.
-
-    Returns:
-        No lines at all when the texts are equal.
-    """
-    if old == new:
-        return []
-    before, after = _lines(old), _lines(new)
+    """Return the changed lines with a few lines around each change; none when the texts are equal."""
+    before, after = (text.split("\n") if text else [] for text in (old, new))
     found: list[DiffLine] = []
-    opcodes = SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    for position, (kind, i1, i2, j1, j2) in enumerate(opcodes):
-        if kind == "equal":
-            found.extend(_unchanged(before[i1:i2], position == 0, position == len(opcodes) - 1))
-        else:
-            found.extend(_changed(before[i1:i2], after[j1:j2]))
-    return found
+    shown = 0
+    for group in SequenceMatcher(None, before, after, autojunk=False).get_grouped_opcodes(CONTEXT_LINES):
+        found += _skip(group[0][1] - shown)
+        shown = group[-1][2]
+        for kind, i1, i2, j1, j2 in group:
+            if kind == "equal":
+                found += [(" ", [(False, line)]) for line in before[i1:i2]]
+            else:
+                removed, added = _mark_words("\n".join(before[i1:i2]), "\n".join(after[j1:j2]))
+                found += [("-", parts) for parts in _split(removed) if i1 < i2]
+                found += [("+", parts) for parts in _split(added) if j1 < j2]
+    return [*found, *_skip(len(before) - shown)] if found else []
 
 
-def _lines(text: str) -> list[str]:
-    return text.split("\n") if text else []
-
-
-def _unchanged(lines: Sequence[str], first: bool, last: bool) -> Iterator[DiffLine]:
-    head = 0 if first else CONTEXT_LINES
-    tail = 0 if last else CONTEXT_LINES
-    skipped = len(lines) - head - tail
-    if skipped <= 1:  # A line that says that one line is missing takes the place of the line.
-        head, skipped = len(lines), 0
-    for line in lines[:head]:
-        yield " ", [(False, line)]
-    if skipped > 0:
-        yield "skip", [(False, str(skipped))]
-        for line in lines[len(lines) - tail :] if tail else []:
-            yield " ", [(False, line)]
-
-
-def _changed(before: Sequence[str], after: Sequence[str]) -> Iterator[DiffLine]:
-    removed, added = _mark_words("\n".join(before), "\n".join(after)) if before and after else ([], [])
-    for sign, lines, parts in (("-", before, removed), ("+", after, added)):
-        if parts:
-            yield from ((sign, line) for line in _split(parts))
-        else:
-            yield from ((sign, [(False, line)]) for line in lines)
+def _skip(lines: int) -> list[DiffLine]:
+    return [("skip", [(False, str(lines))])] if lines else []
 
 
 def _mark_words(old: str, new: str) -> tuple[list[Part], list[Part]]:
-    """Both texts in parts; nothing when they have too little in common or are too long."""
     before, after = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in (old, new))
-    if max(len(before), len(after)) > WORDS_COMPARED:
-        return [], []
     matcher = SequenceMatcher(None, before, after, autojunk=False)
-    if matcher.ratio() < ALIKE:
-        return [], []
-    removed: list[Part] = []
-    added: list[Part] = []
-    for kind, i1, i2, j1, j2 in matcher.get_opcodes():
-        removed.append((kind != "equal", "".join(before[i1:i2])))
-        added.append((kind != "equal", "".join(after[j1:j2])))
-    return removed, added
+    if not old or not new or max(len(before), len(after)) > WORDS_COMPARED or matcher.ratio() < ALIKE:
+        return [(False, old)], [(False, new)]
+    changes = [(kind != "equal", before[i1:i2], after[j1:j2]) for kind, i1, i2, j1, j2 in matcher.get_opcodes()]
+    return [(c, "".join(words)) for c, words, _ in changes], [(c, "".join(words)) for c, _, words in changes]
 
 
-def _split(parts: Sequence[Part]) -> list[list[Part]]:
-    """The parts of a text as those of its lines."""
+def _split(parts: list[Part]) -> list[list[Part]]:
+    """Return the parts of a text as those of its lines."""
     lines: list[list[Part]] = [[]]
     for changed, text in parts:
-        for number, piece in enumerate(text.split("\n")):
-            if number:
-                lines.append([])
-            if piece:
-                lines[-1].append((changed, piece))
-    return lines
+        first, *rest = text.split("\n")
+        lines[-1].append((changed, first))
+        lines += [[(changed, piece)] for piece in rest]
+    return [[part for part in line if part[1]] for line in lines]

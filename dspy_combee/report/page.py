@@ -1,119 +1,161 @@
-"""The report of a run: one HTML page that stands alone and opens without a network, made from its step records."""
+"""The report of a run: one HTML page that stands alone, opens without a network and runs no script."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
+import math
 import os
 from collections.abc import Sequence
-from importlib import resources
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from dspy_combee.records.types import StepRecord
-from dspy_combee.report.data import page_data
+from dspy_combee.records.text import repair
+from dspy_combee.records.types import StepRecord, Usage
+from dspy_combee.report import plots
+from dspy_combee.report.diff import diff_lines
+from dspy_combee.report.playbook import playbook_histories
 from dspy_combee.report.step_log import FILE_NAME, read_steps
+from dspy_combee.report.summary import (
+    as_text,
+    by_iteration,
+    final_texts,
+    mean,
+    reflection_usage,
+    run_seconds,
+    spent_by_phase,
+    tree_of,
+)
 
-DEFAULT_NAME = "report.html"
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from matplotlib.axes import Axes
 
-# Nothing but the page's own style and script runs, and nothing is fetched, whatever a text of the run says.
-PAGE = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src '{style_hash}'; \
-script-src '{script_hash}'; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Combee report</title>
-<style>{style}</style>
-</head>
-<body>
-<div class="page">
-<h1>Combee report</h1>
-<noscript><p>This report needs JavaScript, which it holds itself: it loads nothing.</p></noscript>
-<main id="report"></main>
-</div>
-<script type="application/json" id="data">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+LONGEST_TEXT = 20_000
+"""Characters of a prompt or reply that the page holds; the records hold all of them."""
+ALL_TEXTS = 30_000_000
+"""Characters of all prompts and replies together: in a run of thousands of steps each is cut to its share."""
+MANY_CALLS = 4_000
+"""Calls that can be opened one by one; those of a longer run stand in the page as plain text, which a browser bears."""
 
 
 def html_page(steps: Sequence[StepRecord]) -> str:
-    """The report as one HTML page, in ASCII but for its own style and script.
+    """Return the report as one HTML page; its charts are there if matplotlib (the extra `report`) is installed.
 
     Args:
         steps: The steps of a run, in order.
     """
-    style, script = _part("report.css"), _part("report_charts.js") + _part("report.js")
-    return PAGE.format(
-        style=style,
-        script=script,
-        style_hash=_hash(style),
-        script_hash=_hash(script),
-        data=_embedded(json.dumps(page_data(steps), allow_nan=False, separators=(",", ":"))),
+    num_calls = sum(len(step.nodes) for step in steps)
+    num_texts = 2 * num_calls + sum(len(getattr(step, "reflections", ())) for step in steps)
+    page = _template().render(
+        steps=steps,
+        usage=sum((records[0].usage for records in by_iteration(steps)), Usage()),
+        histories=playbook_histories(steps),
+        longest=min(LONGEST_TEXT, ALL_TEXTS // max(1, num_texts)),
+        plain=num_calls > MANY_CALLS,
+        charts=find_spec("matplotlib") is not None,
     )
-
-
-def save_html(steps: Sequence[StepRecord], path: str | os.PathLike[str]) -> Path:
-    """Write the report to a file.
-
-    Args:
-        steps: The steps of a run, in order.
-        path: The file; one that is there is replaced.
-
-    Returns:
-        The file's path.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
-    file = Path(path)
-    file.write_text(html_page(steps), encoding="utf-8", newline="\n")
-    return file
+    return repair(page.lstrip())
 
 
 def report_main(log_dir: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> tuple[Path, int]:
-    """Write the report of a run that kept its steps in a `log_dir`.
+    """Write the report of a run from its `log_dir`, or the `steps.jsonl` in it; return its path and the steps' number.
 
     Args:
-        log_dir: The folder, or its `steps.jsonl`.
-        out: The file to write. Default: `report.html` in the folder.
-
-    Returns:
-        The file's path, and how many steps it shows.
+        log_dir: The folder or the file.
+        out: The file to write. Default: `report.html` beside the steps.
 
     Raises:
         ValueError: If there are no steps, or the file holds something else; the message is one line.
         OSError: If a file cannot be read or written.
     """
-    folder = Path(log_dir)
-    if not folder.exists():
-        raise ValueError(f"{folder} does not exist; expected the log_dir of a run")
-    file = folder / FILE_NAME if folder.is_dir() else folder
+    file = Path(log_dir) / FILE_NAME if Path(log_dir).is_dir() else Path(log_dir)
     if not file.is_file():
-        raise ValueError(f"{folder} holds no {FILE_NAME}; expected the log_dir of a run")
+        raise ValueError(f"There is no {file}; expected the log_dir of a run")
     steps = read_steps(file)
     if not steps:
         raise ValueError(f"{file} holds no steps yet")
-    try:
-        return save_html(steps, file.parent / DEFAULT_NAME if out is None else out), len(steps)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{file} holds values of the wrong kind: {error}") from error
+    page = Path(file.with_name("report.html") if out is None else out)
+    _write(steps, page)
+    return page, len(steps)
 
 
-def _embedded(text: str) -> str:
-    """JSON that no HTML parser takes for markup: the characters it knows are written as escapes."""
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+def _write(steps: Sequence[StepRecord], file: Path) -> None:
+    file.write_text(html_page(steps), encoding="utf-8", newline="\n")
 
 
-def _part(name: str) -> str:
-    return resources.files("dspy_combee.report").joinpath(name).read_text(encoding="utf-8")
+class RunReport:
+    """Show the steps of a result: as a page, as plots (which need the extra `report`), and the controller's last fit.
+
+    Every plot is drawn on the axes `ax`, by default those of a new figure, and raises an `ImportError` where
+    matplotlib is not installed, a `ValueError` where there is nothing to plot.
+    """
+
+    steps: Sequence[StepRecord]
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report of the run: one HTML page that stands alone and opens without a network.
+
+        Args:
+            path: The file; one that is there is replaced.
+        """
+        _write(self.steps, Path(path))
+
+    def plot_scores(self, ax: Axes | None = None) -> Axes:
+        """Plot the best score over metric calls; without validation, the minibatch scores."""
+        return plots.draw_scores(self.steps, ax=ax)
+
+    def plot_delay(self, ax: Axes | None = None) -> Axes:
+        """Plot the delay curve, log-log: measured points, fit and chosen n (paper, section 3.3)."""
+        return plots.draw_delay(self.steps, ax)
+
+    def plot_tree(self, iteration: int | None = None, component: str | None = None, ax: Axes | None = None) -> Axes:
+        """Plot the Reduce tree of a step, or its curators': which records fed which calls, and so the proposal.
+
+        Args:
+            iteration: The step. Default: the last one accepted (that changed a playbook), else the last one that
+                has a tree.
+            component: The component, or playbook. Default: the step's first.
+            ax: Where to draw.
+        """
+        return plots.draw_tree(self.steps, iteration, component, ax)
+
+    @property
+    def batch_size_fit(self) -> Any:
+        """Return the controller's last `BatchSizeFit`, or None where no step was sized by one."""
+        return next((step.fit for step in reversed(self.steps) if step.fit is not None), None)
 
 
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+# What the template is made with ------------------------------------------------------------------------------
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    loader = PackageLoader("dspy_combee", "report")
+    environment = Environment(
+        autoescape=True, loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    style, _, _ = loader.get_source(environment, "page.css")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    environment.filters["number"] = number
+    environment.globals.update(style=Markup(style), style_hash=f"sha256-{digest}")
+    environment.globals.update(plots=plots, svg=lambda *values: Markup(plots.svg_chart(*values)))
+    for function in (as_text, diff_lines, final_texts, mean, reflection_usage, run_seconds, spent_by_phase, tree_of):
+        environment.globals[function.__name__] = function
+    return environment.get_template("page.html.jinja")
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number with so many significant digits, or more where it has more before the point."""
+    if value is None or not math.isfinite(value):
+        return "\N{EN DASH}"
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:,.{digits}g} M"
+    if value == int(value):
+        return f"{int(value):,}"
+    return f"{value:,.{max(digits, math.ceil(math.log10(abs(value) + 1)))}g}"

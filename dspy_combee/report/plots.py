@@ -1,121 +1,90 @@
-"""Plots of a run for notebooks and papers, by matplotlib, which is imported on use."""
+"""The charts of a run, drawn by matplotlib (which is imported on use) on given axes or as the page's SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any
 
-from dspy_combee.records.types import Reduction, StepRecord
-from dspy_combee.report.data import delay_curve, score_points, tree_of
+from dspy_combee.records.types import StepRecord
+from dspy_combee.report.playbook import PlaybookHistory
+from dspy_combee.report.summary import mean, run_seconds, tree_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ACCENT, GOOD, BAD, SOFT = "#2557c7", "#17734a", "#b42318", "#8a93a1"
+ACCENT, GOOD, BAD, SOFT, LINE, GROUND = "#2557c7", "#17734a", "#b42318", "#8a93a1", "#dde1e8", "#ffffff"
+INSTALL = "pip install 'dspy-combee[report]'"
 
 
-def plot_scores(steps: Sequence[StepRecord], ax: Axes | None = None) -> Axes:
-    """Plot the best score over metric calls; without validation, the minibatch scores.
-
-    Args:
-        steps: The steps of a run.
-        ax: Where to draw. Default: a new figure.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-        ValueError: If no step has a score.
-    """
-    points = score_points(steps)
-    if all(point.best is None and point.minibatch is None for point in points):
+def draw_scores(steps: Sequence[StepRecord], over: str = "metric calls", ax: Axes | None = None) -> Axes:
+    """Draw the best score over metric calls or seconds; without validation, the minibatch scores."""
+    places = run_seconds(steps) if over == "seconds" else [float(step.metric_calls) for step in steps]
+    validated = any(step.best_score is not None for step in steps)
+    scores = [step.best_score if validated else mean(step.scores_before) for step in steps]
+    scored = [(x, score, step) for x, score, step in zip(places, scores, steps, strict=True) if score is not None]
+    if not scored:
         raise ValueError("There is nothing to plot: no step has a score.")
     axes = _axes(ax)
-    if any(point.best is not None for point in points):
-        scored = [(point, point.best) for point in points if point.best is not None]
-        axes.step([p.metric_calls for p, _ in scored], [s for _, s in scored], where="post", color=ACCENT, label="best")
-        axes.set_ylabel("mean validation score")
-    else:
-        scored = [(point, point.minibatch) for point in points if point.minibatch is not None]
-        axes.plot([p.metric_calls for p, _ in scored], [s for _, s in scored], color=ACCENT, label="minibatch, before")
-        axes.set_ylabel("mean minibatch score")
-    accepted = [(p.metric_calls, score if p.validation is None else p.validation) for p, score in scored if p.accepted]
+    label, style = ("best", "steps-post") if validated else ("minibatch, before", "default")
+    axes.plot(*_columns([(x, score) for x, score, _ in scored]), color=ACCENT, label=label, drawstyle=style)
+    rejected = [(x, score) for x, score, step in scored if not step.accepted]
+    accepted = [
+        (x, score if s.validation_score is None else s.validation_score) for x, score, s in scored if s.accepted
+    ]
+    if rejected:
+        axes.plot(*_columns(rejected), "o", color=SOFT, markerfacecolor=GROUND, markersize=4, label="not accepted")
     axes.plot(*_columns(accepted), "o", color=GOOD, label="accepted")
-    axes.set_xlabel("metric calls")
+    axes.set(xlabel=over, ylabel="mean validation score" if validated else "mean minibatch score")
     axes.legend()
     return axes
 
 
-def plot_delay(steps: Sequence[StepRecord], ax: Axes | None = None) -> Axes:
-    """Plot the delay curve, log-log: measured points, fit and chosen n (paper, section 3.3).
+def draw_delay(steps: Sequence[StepRecord], ax: Axes | None = None) -> Axes:
+    """Draw the delay curve by the controller's last fit (paper, section 3.3), or of the steps alone without one.
 
-    Args:
-        steps: The steps of a run.
-        ax: Where to draw. Default: a new figure.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-        ValueError: If no step was timed.
+    Where a run read traces first, it is that of the steps with rollouts.
     """
-    curve = delay_curve(steps)
-    if not curve.steps and not curve.medians:
+    steps = [step for step in steps if not step.from_traces] or steps
+    timed = [s for s in steps if s.seconds > 0 and s.n > 0 and any(node.output is not None for node in s.nodes)]
+    fit = next((step.fit for step in reversed(steps) if step.fit is not None), None)
+    size = 0
+    if fit is not None and fit.medians and fit.A is not None:
+        # T(n) = A * n**-alpha = d(n) * N / n; least squares passes through the means of the logarithms.
+        size = round(statistics.geometric_mean(fit.A * n ** (1 - fit.alpha) / seconds for n, seconds in fit.medians))
+    points = [(step.n, step.epoch_seconds(size or 1)) for step in timed]
+    medians = [] if fit is None else [(n, seconds * (size or 1) / n) for n, seconds in fit.medians]
+    if not points and not medians:
         raise ValueError("There is nothing to plot: no step was timed.")
     axes = _axes(ax)
-    axes.plot(*_columns(curve.steps), "o", color=SOFT, alpha=0.5, markersize=4, label="a step")
-    if curve.medians:
-        axes.plot(*_columns(curve.medians), "o", color=ACCENT, label="median of a size")
-    if curve.line:
-        axes.plot(*_columns(curve.line), "--", color="black", linewidth=1, label="fit")
-    if curve.choice is not None:
-        axes.axvline(curve.choice, color=GOOD, label=f"chosen n = {curve.choice}")
-    _make_logarithmic(axes)
-    axes.set_xlabel("minibatch size n")
-    whole = "example" if curve.num_examples is None else f"epoch of {curve.num_examples} examples"
-    axes.set_ylabel(f"seconds per {whole}")
+    from matplotlib.ticker import LogLocator
+
+    axes.plot(*_columns(points), "o", color=SOFT, alpha=0.5, markersize=4, label="a step")
+    if medians:
+        axes.plot(*_columns(medians), "o", color=ACCENT, label="median of a size")
+    if fit is not None:
+        sizes = [n for n, _ in (*medians, *points)] + [fit.choice]
+        if size:
+            ends = [(n, fit.A * n**-fit.alpha) for n in (min(sizes), max(sizes))]
+            axes.plot(*_columns(ends), "--", color=SOFT, linewidth=1.2, label="fit")
+        axes.axvline(fit.choice, color=GOOD, label=f"chosen n = {fit.choice}")
+    whole = f"epoch of {size} examples" if size else "example"
+    axes.set(xscale="log", yscale="log", xlabel="minibatch size n", ylabel=f"seconds per {whole}")
+    for axis in (axes.xaxis, axes.yaxis):  # Matplotlib's own labels, 2 x 10^1, stand in each other's way.
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
     axes.legend()
     return axes
 
 
-def plot_tree(
+def draw_tree(
     steps: Sequence[StepRecord], iteration: int | None = None, component: str | None = None, ax: Axes | None = None
 ) -> Axes:
-    """Plot the Reduce tree of one step: which records fed which calls, and which calls fed the proposal.
-
-    Args:
-        steps: The steps of a run.
-        iteration: The step. Default: the last one accepted, else the last one that has a tree.
-        component: The component. Default: the step's first.
-        ax: Where to draw. Default: a new figure.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-        ValueError: If there is no such tree.
-    """
-    step, reduction = _choose(steps, iteration, component)
-    axes = _axes(ax)
-    tree = tree_of(reduction)
-    places: dict[str, tuple[float, float]] = {
-        f"r{position}": ((position + 0.5) / len(reduction.sources), 0.0) for position in range(len(reduction.sources))
-    }
-    for height, level in enumerate(tree.levels, start=1):
-        places |= {node.id: ((position + 0.5) / len(level), float(height)) for position, node in enumerate(level)}
-    for node in reduction.nodes:
-        for item in node.inputs:
-            if item in places:
-                axes.plot(*_columns([places[item], places[node.id]]), color=SOFT, linewidth=0.6, alpha=0.6, zorder=1)
-    for node in reduction.nodes:
-        color = BAD if node.output is None else ACCENT if node.id in tree.survivors else SOFT
-        box = {"boxstyle": "round", "facecolor": "white", "edgecolor": color}
-        axes.text(*places[node.id], node.id, ha="center", va="center", fontsize=8, bbox=box, zorder=3)
-    lost = set(tree.lost)
-    for position in range(len(reduction.sources)):
-        color = BAD if position in lost else "black"
-        axes.plot(*places[f"r{position}"], "o", color=color, markersize=3, zorder=2)
-    axes.set_title(f"step {step.iteration}, {reduction.component}: n = {step.n}, {len(lost)} records lost")
-    axes.set_ylim(-0.3, len(tree.levels) + 0.4)
-    axes.set_axis_off()
-    return axes
-
-
-def _choose(steps: Sequence[StepRecord], iteration: int | None, component: str | None) -> tuple[StepRecord, Reduction]:
+    """Draw the Reduce tree of a step: by default of the last one accepted, else of the last one that has a tree."""
     found = [
         (step, reduction)
         for step in steps
@@ -126,20 +95,33 @@ def _choose(steps: Sequence[StepRecord], iteration: int | None, component: str |
         asked = "" if iteration is None else f" in step {iteration}"
         asked += "" if component is None else f" for component {component!r}"
         raise ValueError(f"There is no tree{asked}: no reflection call was made.")
-    found = [pair for pair in found if pair[0].accepted] or found
-    chosen = found[-1][0]
-    return next(pair for pair in found if pair[0] is chosen)
+    last = [step for step, _ in found if step.accepted] or [step for step, _ in found]
+    step, reduction = next((step, reduction) for step, reduction in found if step is last[-1])
+    axes, tree = _axes(ax), tree_of(reduction)
+    rows = [[f"r{position}" for position in range(len(reduction.sources))]]
+    rows += [[name for name in tree.levels if tree.levels[name] == level] for level in range(1, tree.height + 1)]
+    places = {name: ((i + 0.5) / len(row), float(y)) for y, row in enumerate(rows) for i, name in enumerate(row)}
+    for node in reduction.nodes:
+        for item in node.inputs:
+            if item in places:
+                axes.plot(*_columns([places[item], places[node.id]]), color=SOFT, linewidth=0.6, alpha=0.6, zorder=1)
+        color = BAD if node.output is None else ACCENT if node.id in tree.survivors else SOFT
+        box = {"boxstyle": "round", "facecolor": GROUND, "edgecolor": color}
+        axes.text(*places[node.id], node.id, ha="center", va="center", fontsize=8, bbox=box, zorder=3)
+    for name in rows[0]:
+        axes.plot(*places[name], "o", color=BAD if name in tree.lost else "black", markersize=3, zorder=2)
+    axes.set_title(f"step {step.iteration}, {reduction.component}: n = {step.n}, {len(tree.lost)} records lost")
+    axes.set_ylim(-0.3, tree.height + 0.4)
+    axes.set_axis_off()
+    return axes
 
 
-def _make_logarithmic(axes: Axes) -> None:
-    from matplotlib import ticker
-
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):  # Matplotlib's own labels, 2 x 10^1, stand in each other's way.
-        axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        axis.set_minor_formatter(ticker.NullFormatter())
+def draw_bullets(history: PlaybookHistory, ax: Axes) -> None:
+    """Draw the number of a playbook's bullets over the steps."""
+    sizes = [(float(iteration), float(change.bullets)) for iteration, change, _ in history.changes]
+    ax.plot(*_columns(sizes), "o-", color=ACCENT, markersize=4)
+    ax.locator_params(integer=True)
+    ax.set(xlabel="step", ylabel="bullets", ylim=(0, None))
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
@@ -147,12 +129,61 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
 
 
 def _axes(ax: Axes | None) -> Axes:
+    if ax is not None:
+        return ax
     try:
         from matplotlib import pyplot
     except ImportError as error:
-        raise ImportError("Plots need matplotlib: pip install 'dspy-combee[report]'") from error
-    if ax is not None:
-        return ax
-    axes: Any = pyplot.subplots()[1]
-    made: Axes = axes
-    return made
+        raise ImportError(f"Plots need matplotlib: {INSTALL}") from error
+    axes: Axes = pyplot.subplots()[1]
+    return axes
+
+
+# The page's charts -------------------------------------------------------------------------------------------
+
+COLORS = {ACCENT: "accent", GOOD: "good", BAD: "bad", SOFT: "soft", LINE: "line", GROUND: "card"}
+STYLE: dict[Any, Any] = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), SOFT),
+    **dict.fromkeys(("axes.edgecolor", "grid.color", "legend.edgecolor"), LINE),
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.grid": True,
+    "grid.linewidth": 0.5,
+    "font.size": 10,
+    "legend.fancybox": False,
+    "svg.fonttype": "none",
+}
+
+
+def svg_chart(label: str, draw: Callable[..., object], *values: object) -> str:
+    """Return a chart as an SVG element in the page's colors; empty where there is nothing to plot.
+
+    Args:
+        label: Names the chart where it cannot be seen, and keeps the ids of the page's charts apart.
+        draw: Draws on the axes `ax`.
+        *values: The other values that it takes.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    file = io.StringIO()
+    with mpl.rc_context():
+        mpl.rcdefaults()  # Nothing of the user's own style.
+        mpl.rcParams.update({**STYLE, "svg.hashsalt": label})
+        figure = Figure(figsize=(4.8, 2.8), layout="constrained")
+        try:
+            draw(*values, ax=figure.subplots())
+        except ValueError:
+            return ""
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", file.getvalue(), flags=re.DOTALL)
+    # The page's policy refuses style attributes, and takes the same as attributes of SVG; fonts are the page's own.
+    text = re.sub(r' style="([^"]*)"', _attributes, text)
+    for color, variable in COLORS.items():
+        text = text.replace(f'"{color}"', f'"var(--{variable})"')
+    _, _, text = text.partition("<svg")
+    return re.sub(r'^[^>]*?(viewBox="[^"]*")[^>]*', rf'<svg role="img" aria-label="{escape(label)}" \1', text)
+
+
+def _attributes(style: re.Match[str]) -> str:
+    return "".join(f' {name}="{value}"' for name, value in re.findall(r"\b(?!font)([\w-]+): ([^;]+)", style[1]))

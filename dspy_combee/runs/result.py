@@ -14,7 +14,7 @@ from dspy_combee.playbook import Playbook
 from dspy_combee.playbook.records import PlaybookStep
 from dspy_combee.records.provenance import Provenance, trace_back
 from dspy_combee.records.types import Spent, StepRecord
-from dspy_combee.report.of_run import RunReport
+from dspy_combee.report import RunReport
 from dspy_combee.runs.events import REPEATED
 
 if TYPE_CHECKING:

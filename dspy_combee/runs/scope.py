@@ -264,7 +264,7 @@ class RunScope:
                 try:
                     listener(record)
                 except Exception as error:
-                    logger.warning("A step callback raised an error; the run goes on.\n%s", traceback_of(error))
+                    logger.error("A step callback raised an error; the run goes on.\n%s", traceback_of(error))
 
     def _keep(self, records: Sequence[StepRecord]) -> None:
         """Hold the steps in memory where they are wanted after the run and are not on disk; else the last one."""

@@ -172,8 +172,8 @@ class StateFile:
         """Return the error to raise for a file that cannot be used."""
         kind = _RUN_KINDS.get(self.path.name, "this run")
         return ValueError(
-            f"{self.path} is no state of {kind}, or it is damaged: {_one_line(error)}. Put the right file there, or give "
-            "another log_dir to start anew."
+            f"{self.path} is no state of {kind}, or it is damaged: {_one_line(error)}. Put the right file there, or "
+            "give another log_dir to start anew."
         )
 
     def _differing(self, saved: Mapping[str, Any], version: int) -> list[str]:
