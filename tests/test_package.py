@@ -66,7 +66,7 @@ TABLE = {
     },
     "__init__": {"calls", "controller", "learners", "optimizer", "playbook", "playbook_optimizer", "records", "reduce"}
     | {"runs", "traces"},
-    "optimizer": {"calls", "controller", "learners", "records", "reduce", "runs", "traces"},
+    "optimizer": {"calls", "controller", "learners", "records", "reduce", "rollouts", "runs", "traces"},
     "playbook_optimizer": {"calls", "controller", "learners", "playbook", "records", "reduce", "runs", "traces"},
     "runs": {"calls", "controller", "learners", "playbook", "records", "reduce", "report", "rollouts", "traces"},
     "report": {"controller", "playbook", "records"},

@@ -17,6 +17,7 @@ from gepa.strategies.proposal_sampling import PxNSampling
 
 from dspy_combee import CombeeOptimizer, CombeeProposer, ProviderError, TreeAggregator
 from dspy_combee.calls.executors import Backoff, ThreadExecutor
+from dspy_combee.calls.guard import CallGuard
 from dspy_combee.records.errors import UnknownCostError
 from dspy_combee.records.text import as_text
 from dspy_combee.testing import Reply, ScriptedLM
@@ -812,10 +813,10 @@ def test_a_copy_for_a_run_starts_afresh_and_leaves_the_original_alone():
     with dspy.context(lm=ours):
         reflect(proposer, 9)
     calls = len(ours.calls)
-    executor = ThreadExecutor(2)
-    run = proposer.for_run(executor, ours, 3, copy.copy(proposer.meter))
-    assert (run.executor, run.reflection_lm, run.seed, run.num_groups) == (executor, ours, 3, 2)
-    assert (proposer.executor, proposer.reflection_lm, proposer.seed) == (None, None, 0)
+    guard = CallGuard(ThreadExecutor(2))
+    run = proposer.for_run(guard, ours, 3)
+    assert (run.guard, run.reflection_lm, run.seed, run.num_groups) == (guard, ours, 3, 2)
+    assert (proposer.reflection_lm, proposer.seed) == (None, 0)
     reflect(run, 9)
     assert len(ours.calls) == 2 * calls
-    assert proposer.meter.usage.calls == calls
+    assert proposer.guard.meter.usage.calls == guard.meter.usage.calls == calls

@@ -48,6 +48,7 @@ class CallGuard:
         self.max_cost = max_cost
         self.meter = UsageMeter()
         """Counts what the calls used; whoever makes a call adds to it."""
+        self.warned_of_unmetered_calls = False
 
     @property
     def is_spent(self) -> bool:

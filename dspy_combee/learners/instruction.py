@@ -94,7 +94,6 @@ class InstructionCalls:
         self.base = base
         self.lm = lm
         self.guard = guard
-        self._warned = False
         builtin = isinstance(base, InstructionProposer)
         self.adapter = _strict(base.adapter if builtin else JSONAdapter())
         self.max_chars: int | None = base.max_chars if builtin else None
@@ -149,8 +148,8 @@ class InstructionCalls:
         raise error
 
     def _warn_of_unmetered_calls(self) -> None:
-        if not self._warned:
-            self._warned = True
+        if not self.guard.warned_of_unmetered_calls:
+            self.guard.warned_of_unmetered_calls = True
             logger.warning(
                 "max_reflection_cost sees only calls made through DSPy, and a reflection call made none: if the "
                 "proposer asks a language model in another way, that is not counted."
