@@ -11,9 +11,8 @@ from typing import Any
 from dspy_combee.calls import check_executor, make_executor
 from dspy_combee.calls.executors import Executor
 from dspy_combee.controller.batch_size import PowerLawBatchSize, check_minibatch_size
-from dspy_combee.learners.delta_merge import EmbedderOrTokens
-from dspy_combee.playbook import Playbook
-from dspy_combee.playbook.near_duplicates import NearDuplicates, TokenJaccard
+from dspy_combee.playbook import EmbeddingCosine, Playbook
+from dspy_combee.playbook.pruning import NearDuplicates, same_words
 from dspy_combee.playbook.records import PlaybookStep
 from dspy_combee.records.checks import check_callbacks, check_finite, check_int, check_lm, check_positive, check_priced
 from dspy_combee.reduce import resolve_aggregator
@@ -95,7 +94,7 @@ class PlaybookOptions:
 
     def make_near_duplicates(self) -> NearDuplicates:
         """What decides which bullets say the same."""
-        return TokenJaccard() if self.embedder is None else EmbedderOrTokens(self.embedder)
+        return same_words if self.embedder is None else EmbeddingCosine(self.embedder)
 
 
 def _check_metric(metric: Any) -> None:

@@ -19,6 +19,7 @@ from dspy_combee.learners.options import PlaybookOptions
 from dspy_combee.learners.program import PlaybookProgram, Playbooks
 from dspy_combee.learners.reflection import ReflectionJob, Reflector, curator_record
 from dspy_combee.playbook import Playbook, TagReport
+from dspy_combee.playbook.bullets import bare_id
 from dspy_combee.playbook.deltas import Refused
 from dspy_combee.playbook.records import PlaybookChange, Reflection
 from dspy_combee.records.errors import OutOfBudgetError
@@ -120,8 +121,8 @@ class PlaybookGuard(CostGuard):
     def map(self, function: Any, items: Sequence[Any], **options: Any) -> list[Any]:
         """See `CostGuard.map`."""
         if self.is_spent and isinstance(function, CuratorCalls) and all(item.kind == "merge" for item in items):
-            reason = f"max_reflection_cost=${self.max_cost:g} is spent: the deltas were united without a call"
-            return [function.without_call(item, reason) for item in items]
+            error = OutOfBudgetError(f"max_reflection_cost=${self.max_cost:g} is spent.")
+            return [function.refused(item, error) for item in items]
         return super().map(function, items, **options)
 
 
@@ -341,7 +342,7 @@ def last_step_of(playbooks: Iterable[Playbook]) -> int:
 
 def _tagged_id(tag: Any) -> str:
     name = tag.get("id", tag.get("bullet_id")) if isinstance(tag, Mapping) else tag
-    return name.strip().removeprefix("[").removesuffix("]") if isinstance(name, str) else repr(name)
+    return bare_id(name) or repr(name)
 
 
 def _failure(reflections: Sequence[Reflection], reductions: Sequence[Reduction]) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
-from dspy_combee.playbook.files import read_whole, write_whole
+from dspy_combee.playbook.text import read_whole, write_whole
 from dspy_combee.records.types import Spent, Usage
 
 State = TypeVar("State")
