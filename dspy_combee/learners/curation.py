@@ -37,8 +37,9 @@ from dspy_combee.reduce.tree import NodeCall, ReductionTask
 _NO_CALL = LMCallResult(value=None, error=None, prompt="", raw_output="", seconds=0.0, usage=Usage())
 
 
+# The docstrings of what follows, too, are part of the prompts.
 class Operation(AsGiven):
-    """Describe a change to the playbook."""
+    """A change to the playbook."""
 
     type: Literal["ADD", "UPDATE", "MERGE", "REMOVE"]
     section: str = Field(description="ADD: the section for the new bullet. Empty otherwise.")
@@ -50,7 +51,7 @@ class Operation(AsGiven):
 
 
 class Decision(AsGiven):
-    """Say what becomes of proposed changes that have to do with each other."""
+    """What becomes of proposed changes that have to do with each other."""
 
     type: Literal["COVERED", "COMBINE", "DROP", "KEEP"]
     deltas: list[str] = Field(description="The keys of the changes, such as d4.")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from dspy_combee.playbook import Add, Bullet, Merge, Playbook, PlaybookError, Refused, Update
 from dspy_combee.playbook.bullets import bare_id, join_ids
 from dspy_combee.playbook.deltas import Delta, identity, touched_ids
-from dspy_combee.playbook.pruning import NearDuplicates, fold, telling_words
+from dspy_combee.playbook.pruning import PUNCTUATION, NearDuplicates, fold, telling_words
 
 RELATED = 0.5
 """ADDs whose words have at least this Jaccard similarity may say the same, and are asked about, unless each has a
@@ -86,7 +86,7 @@ def find_relations(deltas: Sequence[Delta], covered: Collection[int] = ()) -> li
         covered: Places of ADDs that a bullet says already.
     """
     adds = {
-        place: (set(fold(delta.content)), set(telling_words(delta.content)))
+        place: (set(fold(delta.content)) - PUNCTUATION, set(telling_words(delta.content)))
         for place, delta in enumerate(deltas)
         if isinstance(delta, Add) and place not in covered
     }

@@ -42,6 +42,7 @@ _TELLING = re.compile(
     "|(?:as|des)cending|(?:en|dis)abl.+|allow.*|deny|input.*|output.*|gross|net|debit.*|credit.*|buy.*|sell.*|long|short"
     "|early|late|daily|weekly|monthly|quarterly|annual|yearly|positive|negative|absolute|relative"
 )
+PUNCTUATION = frozenset(".,;:\"'")
 _NAME = re.compile(r"(?<=[\w,;] )[A-Z]\w*|\b[A-Z]{2,}\b")
 
 
@@ -70,12 +71,13 @@ def fold(text: str) -> list[str]:
 def telling_words(text: str) -> list[str]:
     """Return the words of a text, sorted, of which none may differ in a near-duplicate, however alike the rest."""
     names = {_ENDING.sub("", name.casefold()) for name in _NAME.findall(text)}
-    return sorted(word for word in fold(text) if is_symbol(word) or _TELLING.fullmatch(word) or word in names)
-
-
-def is_symbol(word: str) -> bool:
-    """Tell whether a folded word is more than letters of ASCII: a number, a symbol, a contraction, a name in code."""
-    return not (word.isascii() and word.isalpha())
+    # Whatever is more than letters of ASCII tells: a number, a symbol, a contraction, a name in code.
+    return sorted(
+        word
+        for word in fold(text)
+        if word not in PUNCTUATION
+        and (not (word.isascii() and word.isalpha()) or _TELLING.fullmatch(word) or word in names)
+    )
 
 
 def same_words(texts: Sequence[str]) -> list[int]:
