@@ -18,7 +18,7 @@ FORMULAS = "FORMULAS & CALCULATIONS"
 
 
 def bullet(number, content="", **kwargs):
-    return Bullet(f"calc-{number:05d}", FORMULAS, content or f"lesson number {number}", **kwargs)
+    return Bullet(f"calc-{number:05d}", FORMULAS, content or str(number), **kwargs)
 
 
 @pytest.fixture
@@ -197,9 +197,7 @@ def test_a_removed_id_is_never_given_again(book, reload):
         (Remove(["calc-00001"]), "unknown id"),
         (Merge(("calc-00001", "calc-00009"), "x"), "unknown id 'calc-00009'"),
         (Merge(("calc-00001", "calc-00001"), "x"), "two different ids"),
-        (Merge((), "x"), "two different ids"),
         (Merge("calc-00001", "x"), "list"),
-        (Merge(None, "x"), "list"),
         (Add("A", " \n"), "empty"),
         (Update("calc-00001", ""), "empty"),
         (Merge(("calc-00001", "calc-00002"), "\t"), "empty"),
@@ -210,7 +208,6 @@ def test_a_removed_id_is_never_given_again(book, reload):
         ({"content": "x"}, "unknown operation None"),
         ({"type": ["ADD"]}, "unknown operation"),
         ({"type": "ADD"}, "empty"),
-        ({"type": "UPDATE", "content": "x"}, "unknown id"),
         ({"type": "MERGE", "ids": 3, "content": "x"}, "list"),
         ("ADD something", "not str"),
         (None, "not NoneType"),
@@ -236,84 +233,58 @@ def test_deltas_are_read_from_json(plain, delta):
     assert delta_from(plain) == delta
 
 
-def test_equal_adds_join_each_other_and_what_is_there(book):
+def test_equal_adds_join_each_other_and_what_stands(book):
     report = book.apply(
-        [Add("A", "same  thing", ("r7",)), Add("B", "same thing", ("r8",)), Add("A", "lesson number 1", ("r9",))]
+        [
+            Add("A", "same  thing", ("r7",)),
+            Add("B", "same thing", ("r8",)),
+            Add("A", "3", ("r9",)),
+            Add("A", "1"),  # This twin goes, the next one changes.
+            Add("A", "2"),
+            Remove(ONE),
+            Update(TWO, "other"),
+        ]
     )
-    assert [item.bullet_id for item in report.applied] == ["a-00004", "a-00004", "calc-00001"]
+    made = [item.bullet_id for item in report.applied[:5]]
+    assert made == ["a-00004", "a-00004", THREE, "a-00005", "a-00006"]
     assert report.playbook.get("a-00004").reflection_ids == ("r7", "r8")
-    assert report.playbook.get("calc-00001").reflection_ids == ("r1", "r9")
+    assert report.playbook.get(THREE).reflection_ids == ("r2", "r3", "r9")
     assert report.conflicts == ()
 
 
-def test_an_add_is_new_where_its_twin_goes_or_changes(book):
-    twins = [Add("A", "lesson number 1"), Add("A", "lesson number 2")]
-    report = book.apply([*twins, Remove("calc-00001"), Update("calc-00002", "other")])
-    assert ids(report.playbook) == ["calc-00002", "calc-00003", "a-00004", "a-00005"]
-
-
 ONE, TWO, THREE = "calc-00001", "calc-00002", "calc-00003"
-CONFLICTS = {
-    "an UPDATE wins over REMOVEs": (
-        [Remove(ONE), Update(ONE, "kept"), Remove(ONE)],
-        ["kept", "lesson number 2", "lesson number 3"],
-        [("update_over_remove", ONE, (1,), (0, 2))],
-    ),
-    "the UPDATE with more reflections wins": (
-        [Update(ONE, "longer one", ("r4",)), Update(ONE, "two", ("r5", "r6"))],
-        ["two", "lesson number 2", "lesson number 3"],
-        [("updates", ONE, (1,), (0,))],
-    ),
-    "equal UPDATEs support each other": (
-        [Update(ONE, "alone", ("r5", "r6")), *(Update(ONE, "same", (name,)) for name in ("r7", "r8", "r9"))],
-        ["same", "lesson number 2", "lesson number 3"],
+CONFLICTS = [
+    ([Remove(ONE), Update(ONE, "a"), Remove(ONE)], "a 2 3", [("update_over_remove", ONE, (1,), (0, 2))]),
+    # Of UPDATEs those with more reflections win, then the longer one, then the later in text order.
+    ([Update(ONE, "long", ("r4",)), Update(ONE, "a", ("r5", "r6"))], "a 2 3", [("updates", ONE, (1,), (0,))]),
+    (
+        [Update(ONE, "a", ("r5", "r6")), *(Update(ONE, "b", (r,)) for r in "xyz")],
+        "b 2 3",
         [("updates", ONE, (1, 2, 3), (0,))],
     ),
-    "else the longer one, then the later in text order": (
-        [Update(ONE, content) for content in ("bb", "aa", "c", "ab")],
-        ["bb", "lesson number 2", "lesson number 3"],
-        [("updates", ONE, (0,), (3, 1, 2))],
-    ),
-    "a MERGE over a REMOVE drops the id": (
-        [Merge((ONE, TWO, THREE), "all"), Remove(THREE)],
-        ["all"],
-        [("merge_over_removed", THREE, (1, 0), ())],
-    ),
-    "a MERGE over a REMOVE rewrites the one that is left": (
-        [Merge((ONE, THREE), "rest"), Remove(THREE)],
-        ["rest", "lesson number 2"],
-        [("merge_over_removed", THREE, (1, 0), ())],
-    ),
-    "a MERGE of which nothing is left does nothing": (
-        [Merge((ONE, THREE), "rest"), Remove(THREE), Remove(ONE)],
-        ["lesson number 2"],
+    ([Update(ONE, text) for text in ("bb", "aa", "c", "ab")], "bb 2 3", [("updates", ONE, (0,), (3, 1, 2))]),
+    ([Update(ONE, "a"), Update(ONE, "a")], "a 2 3", []),
+    # A MERGE drops an id that is removed, and rewrites what is left.
+    ([Merge((ONE, TWO, THREE), "m"), Remove(THREE)], "m", [("merge_over_removed", THREE, (1, 0), ())]),
+    ([Merge((ONE, THREE), "m"), Remove(THREE)], "m 2", [("merge_over_removed", THREE, (1, 0), ())]),
+    (
+        [Merge((ONE, THREE), "m"), Remove(THREE), Remove(ONE)],
+        "2",
         [("merge_over_removed", ONE, (2,), (0,)), ("merge_over_removed", THREE, (1,), (0,))],
     ),
-    "a MERGE leaves an updated bullet alone": (
-        [Merge((ONE, THREE), "both"), Update(ONE, "new")],
-        ["new", "lesson number 2", "lesson number 3"],
-        [("merge_over_updated", ONE, (1,), (0,))],
-    ),
-    "the better supported of two MERGEs takes a shared bullet": (
-        [Merge((ONE, TWO), "weak"), Merge((TWO, THREE), "strong", ("r8",))],
-        ["lesson number 1", "strong"],
-        [("merges", TWO, (1,), (0,))],
-    ),
-    "equal UPDATEs are no conflict": (
-        [Update(ONE, "same"), Update(ONE, "same")],
-        ["same", "lesson number 2", "lesson number 3"],
-        [],
-    ),
-    "equal MERGEs are one": ([Merge((ONE, TWO), "m"), Merge((TWO, ONE), "m")], ["m", "lesson number 3"], []),
-}
+    # It does nothing where the bullets live on elsewhere.
+    ([Merge((ONE, THREE), "m"), Update(ONE, "a")], "a 2 3", [("merge_over_updated", ONE, (1,), (0,))]),
+    ([Merge((ONE, TWO), "m"), Merge((TWO, THREE), "n", ("r8",))], "1 n", [("merges", TWO, (1,), (0,))]),
+    ([Merge((ONE, TWO), "m"), Merge((TWO, ONE), "m")], "m 3", []),
+]
 
 
-@pytest.mark.parametrize(("deltas", "contents", "conflicts"), CONFLICTS.values(), ids=CONFLICTS)
+@pytest.mark.parametrize(("deltas", "contents", "conflicts"), CONFLICTS)
 def test_conflicts_of_a_batch(book, deltas, contents, conflicts):
     report = book.apply(deltas)
-    assert [item.content for item in report.playbook] == contents
+    assert " ".join(item.content for item in report.playbook) == contents
     assert [(item.kind, item.bullet_id, item.kept, item.dropped) for item in report.conflicts] == conflicts
-    assert [item.content for item in book.apply(deltas[::-1]).playbook] == contents
+    assert " ".join(item.content for item in book.apply(deltas[::-1]).playbook) == contents
 
 
 def test_reflections_follow_what_took_effect(book):
@@ -365,12 +336,12 @@ def test_diff(book):
     change = old.diff(new)
     assert ids(change.added) == ["a-00004"]
     assert change.removed == (book.get(TWO), TextLine("", "a"), TextLine("", "a"))
-    assert [(before.content, after.content) for before, after in change.changed] == [("lesson number 1", "better")]
+    assert [(before.content, after.content) for before, after in change.changed] == [("1", "better")]
     assert str(change).splitlines() == [
-        "- [calc-00002] helpful=0 harmful=1 :: lesson number 2",
+        "- [calc-00002] helpful=0 harmful=1 :: 2",
         "- a",
         "- a",
-        "- [calc-00001] helpful=3 harmful=0 :: lesson number 1",
+        "- [calc-00001] helpful=3 harmful=0 :: 1",
         "+ [calc-00001] helpful=3 harmful=0 :: better",
         "+ [a-00004] helpful=0 harmful=0 :: new",
     ]
@@ -421,32 +392,26 @@ def test_load_says_what_is_wrong(tmp_path):
 
 
 GOOD = {"format": "dspy_combee.playbook", "version": 1, "next_number": 1, "sections": [], "entries": []}
+HALF = {"id": "a-1", "section": "A"}
+BAD_ENTRIES = {}, ["text"], [None], [HALF], [{**HALF, "content": "x", "score": 1}], [{"section": "A", "text": ""}]
+BAD_FIELDS = [("version", 2), ("sections", "AB"), ("sections", [1]), ("next_number", None), ("next_number", 1.5)]
 
 
 @pytest.mark.parametrize(
-    "data",
+    "text",
     [
-        "{",
-        "[" * 100_000,
-        "[]",
-        "{}",
-        {"version": 2},
-        {"sections": "AB"},
-        {"sections": [1]},
-        {"entries": {}},
-        {"entries": ["text"]},
-        {"entries": [None]},
-        {"entries": [{"id": "a-1", "section": "A"}]},
-        {"entries": [{"id": "a-1", "section": "A", "content": "x", "score": 1}]},
-        {"entries": [{"section": "A", "text": ""}]},
-        {"next_number": None},
-        {"next_number": 1.5},
+        *("{", "[]", "{}", "[" * 100_000),
+        *(
+            json.dumps({**GOOD, name: value})
+            for name, value in (*BAD_FIELDS, *(("entries", bad) for bad in BAD_ENTRIES))
+        ),
     ],
-    ids=lambda data: str(data)[:60],
+    ids=lambda text: text[-60:],
 )
-def test_json_that_is_no_playbook(data):
+def test_json_that_is_no_playbook(text):
+    assert Playbook.from_json(json.dumps(GOOD)) == Playbook(())
     with pytest.raises(PlaybookError):
-        Playbook.from_json(data if isinstance(data, str) else json.dumps({**GOOD, **data}))
+        Playbook.from_json(text)
 
 
 # In a program

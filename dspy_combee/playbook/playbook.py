@@ -32,17 +32,8 @@ from dspy_combee.playbook.bullets import (
 )
 from dspy_combee.playbook.deltas import Applied, Batch, Conflict, Refused
 from dspy_combee.playbook.pruning import NearDuplicates, Pruned, prune, same_words
-from dspy_combee.playbook.text import (
-    BEGIN,
-    END,
-    find_block,
-    number_after,
-    parse,
-    read_whole,
-    render,
-    render_bullet,
-    write_whole,
-)
+from dspy_combee.playbook.text import BEGIN, END, find_block, number_after, parse, render, render_bullet
+from dspy_combee.records.files import replacing
 from dspy_combee.records.lengths import estimate_tokens
 
 TAGS = ("helpful", "harmful", "neutral")
@@ -175,8 +166,8 @@ class Playbook:
             return estimate_tokens(self._with(kept).to_prompt())
 
         bullets, pruned = prune(self.bullets, token_budget, count, near_duplicates)
-        before, after = count(self.bullets), count(bullets)
-        return PruneReport(self._with(bullets), tuple(pruned), before, after, after <= token_budget)
+        tokens = count(bullets)
+        return PruneReport(self._with(bullets), tuple(pruned), tokens, tokens <= token_budget)
 
     def diff(self, other: Playbook) -> PlaybookDiff:
         """Return what changes from this playbook to `other`, by bullet id; the order of entries is not compared."""
@@ -255,7 +246,8 @@ class Playbook:
         Raises:
             OSError: If the file cannot be written; an older one is then still there.
         """
-        write_whole(path, self.to_json() if _is_json(path) else self.to_text())
+        with replacing(path) as file:
+            file.write(self.to_json() if _is_json(path) else self.to_text())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, strict: bool = False) -> Playbook:
@@ -269,7 +261,11 @@ class Playbook:
             OSError: If the file cannot be read.
             PlaybookError: If it is not a playbook.
         """
-        text = read_whole(path)
+        try:
+            with open(path, encoding="utf-8", newline="") as file:
+                text = file.read()
+        except UnicodeDecodeError as error:
+            raise PlaybookError(f"{os.fspath(path)} is not UTF-8: {error}") from error
         return cls.from_json(text) if _is_json(path) else cls.from_text(text, strict=strict)
 
     @classmethod
@@ -336,10 +332,8 @@ class PruneReport:
     """What is left."""
     pruned: tuple[Pruned, ...]
     """The bullets that went, in the order in which they went, each with its reason."""
-    tokens_before: int
-    """The tokens of the text in a prompt before."""
     tokens_after: int
-    """The same after."""
+    """The tokens (estimated) of what is left, as text in a prompt."""
     fits: bool
     """Whether they are within the budget."""
 

@@ -144,9 +144,6 @@ class EmbeddingCosine:
             vectors = np.array(self.embedder(list(texts)), dtype=np.float64)
         if vectors.ndim != 2 or len(vectors) != len(texts) or not vectors.size or not np.isfinite(vectors).all():
             raise ValueError(f"{len(texts)} vectors of finite numbers, all of one length, are expected")
-        # The square of a number may be too large, or too small, for a float: first by the largest of each vector.
-        largest = np.abs(vectors).max(axis=1, keepdims=True)
-        vectors /= np.where(largest > 0, largest, 1)
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         return vectors / np.where(lengths > 0, lengths, 1)
 

@@ -1,4 +1,4 @@
-r"""The text form of a playbook, and how playbooks are read from files and written to them.
+r"""The text form of a playbook, written and read.
 
     ## FORMULAS & CALCULATIONS
     [calc-00003] helpful=8 harmful=0 :: NPV = sum of CF / (1 + r)^t
@@ -24,9 +24,7 @@ Whatever a content holds, reading gives it back. Three devices see to that, and 
 from __future__ import annotations
 
 import json
-import os
 import re
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -141,41 +139,6 @@ def find_block(text: str) -> tuple[str, str] | None:
     before = body[:start]
     before = before.removesuffix("\n\n") if before.endswith("\n\n") else before.removesuffix("\n")
     return before, body[start + len(BEGIN) + 1 : -len(END)]
-
-
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` in UTF-8 to a file, whole or not at all; line ends stay as they are.
-
-    Raises:
-        OSError: If the file cannot be written; an older one is then still there.
-    """
-    target = os.path.realpath(path)
-    folder, name = os.path.split(target)
-    temporary = os.path.join(folder, f".{name[:50]}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "x", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
-
-
-def read_whole(path: str | os.PathLike[str]) -> str:
-    """Read a file in UTF-8; line ends stay as they are.
-
-    Raises:
-        OSError: If the file cannot be read.
-        PlaybookError: If it is not UTF-8.
-    """
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            return file.read()
-    except UnicodeDecodeError as error:
-        raise PlaybookError(f"{os.fspath(path)} is not UTF-8: {error}") from error
 
 
 def _lines(entries: Iterable[Entry], marked: re.Pattern[str]) -> list[str]:

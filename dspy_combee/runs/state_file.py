@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
-from dspy_combee.playbook.text import read_whole, write_whole
+from dspy_combee.records.files import replacing
 from dspy_combee.records.types import Spent, Usage
 
 State = TypeVar("State")
@@ -98,7 +98,8 @@ class StateFile:
         """
         data = {"format": self._format, "version": _VERSION, "run": self.run, **fields}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, json.dumps(data, **layout) + "\n")
+        with replacing(self.path) as file:
+            file.write(json.dumps(data, **layout) + "\n")
 
     def read(self, build: Callable[[Any], State]) -> State | None:
         """The state that was saved; None where there is none.
@@ -113,7 +114,7 @@ class StateFile:
         if not self.path.exists():
             return None
         try:
-            data = json.loads(read_whole(self.path))
+            data = json.loads(self.path.read_text(encoding="utf-8"))
             if not isinstance(data, dict) or not isinstance(data.get("run"), dict):
                 raise ValueError("it is no JSON object with the fields of a run")
             kind, version, saved = (data.pop(name, None) for name in ("format", "version", "run"))
