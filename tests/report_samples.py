@@ -16,36 +16,32 @@ HOSTILE = (
 EXAMPLES = 120
 
 
-def usage(calls: int, cost: float | None = None) -> Usage:
-    return Usage(calls, 0, 900 * calls, 100 * calls, 0.004 * calls if cost is None else cost)
+def usage(calls: int) -> Usage:
+    return Usage(calls, 0, 900 * calls, 100 * calls, 0.004 * calls)
 
 
-def reduction(number: int, n: int = 20, k: int = 4, failed: int = 0, component: str = "answer", **changes) -> Reduction:
+def reduction(number: int, n: int = 20, k: int = 4, failed: int = 0, **changes) -> Reduction:
     """A tree of two levels whose first `failed` calls failed."""
-    groups = augmented_shuffle(list(range(n)), k, 2 if k > 2 else 1, random.Random(number))
-    nodes = [
-        ProposalNode(
-            f"1.{i}",
-            component,
-            tuple(f"r{position}" for position in group),
-            output=None if i < failed else f"Answer in one word.\nGroup {i} of step {number} says: be brief.",
-            prompt=f"The records {group}. " + "Some record of a call that went wrong. " * 40,
-            raw_output="It was cut" if i < failed else "",
-            seconds=1.5 + i / 10,
-            usage=usage(2 if i < failed else 1),
-            error="the reply was cut short" if i < failed else None,
-        )
-        for i, group in enumerate(groups)
-    ]
+    copies = 2 if k > 2 else 1
+    nodes = []
+    for i, group in enumerate(augmented_shuffle(list(range(n)), k, copies, random.Random(number))):
+        inputs = tuple(f"r{position}" for position in group)
+        prompt = f"The records {group}. " + "Some record of a call that went wrong. " * 40
+        if i < failed:
+            made = (None, prompt, "It was cut", 1.5 + i / 10, usage(2), "the reply was cut short")
+        else:
+            output = f"Answer in one word.\nGroup {i} of step {number} says: be brief."
+            made = (output, prompt, "", 1.5 + i / 10, usage(1), None)
+        nodes.append(ProposalNode(f"1.{i}", "answer", inputs, *made))
     text = "\n".join(["Answer in one word.", *(f"Lesson {i} of {number}." for i in range(12)), f"{HOSTILE} {number}"])
-    inputs = tuple(node.id for node in nodes if node.output is not None)
-    root = ProposalNode("2.0", component, inputs, text, "Merge.", seconds=2.0, usage=usage(1))
+    read = tuple(node.id for node in nodes if node.output is not None)
+    root = ProposalNode("2.0", "answer", read, text, "Merge.", seconds=2.0, usage=usage(1))
     current = "\n".join(["Answer in two words.", *(f"Lesson {i} of {number}." for i in range(11)), "Old lesson."])
     values = {"text": text, "current": current, "sources": tuple(range(n)), **changes}
-    return Reduction(component, values.pop("text"), (*nodes, root), k, 2 if k > 2 else 1, **values)
+    return Reduction("answer", values.pop("text"), (*nodes, root), k, copies, **values)
 
 
-def steps_of(count: int, k: int = 9, **changes: Any) -> tuple[StepRecord, ...]:
+def steps_of(count: int, k: int = 9) -> tuple[StepRecord, ...]:
     """A run of so many steps: the first ones time sizes, each third one is accepted."""
     sizes = [5, 5, 10, 20, 40, 80]
     fit, timed, steps, best = None, [], [], 0.4
@@ -93,69 +89,41 @@ def playbook_steps(count: int, seed: int = 0) -> tuple[tuple[PlaybookStep, ...],
     playbook, steps = Playbook(), []
     for number in range(1, count + 1):
         known = [bullet.id for bullet in playbook] or ["gen-09999"]
-        reflections = tuple(
-            Reflection(
-                f"s{number}.r{i}",
-                "answer",
-                i,
-                {"key_insight": f"Insight {HOSTILE}"},
-                tuple((rng.choice(known), rng.choice(["helpful", "harmful", "neutral", "odd"])) for _ in range(3)),
-            )
-            for i in range(4)
-        )
-        tags = [pair for item in reflections for pair in dict(reversed(item.tags)).items()]
-        tagged = playbook.tag(tags)
+        reflections = []
+        for i in range(4):
+            tags = tuple((rng.choice(known), rng.choice(["helpful", "harmful", "neutral", "odd"])) for _ in range(3))
+            reflections.append(Reflection(f"s{number}.r{i}", "answer", i, {"key_insight": f"Insight {HOSTILE}"}, tags))
+        tagged = playbook.tag([pair for item in reflections for pair in dict(reversed(item.tags)).items()])
         applied = tagged.playbook.apply(_random_deltas(rng, known, number))
         held = applied.playbook.enforce_budget(150)
         playbook = held.playbook
         change = PlaybookChange(
-            "answer",
-            len(playbook),
-            held.tokens_after,
-            tagged.helpful,
-            tagged.harmful,
-            tagged.neutral,
-            tagged.refused,
+            *("answer", len(playbook), held.tokens_after),
+            *(tagged.helpful, tagged.harmful, tagged.neutral, tagged.refused),
             applied=applied.applied,
             refused=applied.refused,
             conflicts=applied.conflicts,
             pruned=held.pruned,
         )
-        steps.append(
-            PlaybookStep(
-                iteration=number,
-                parent=number - 1,
-                minibatch_ids=tuple(range(4)),
-                n=4,
-                k=2,
-                duplication_factor=1,
-                scores_before=(0.0, 1.0, 1.0, number / count),
-                scores_after=(),
-                accepted=True,
-                candidate=number,
-                reason="",
-                reductions=(reduction(number, 4, 2, text=tuple(item.delta for item in applied.applied)),),
-                seconds=3.0,
-                validation_seconds=0.0,
-                metric_calls=4 * number,
-                elapsed=3.0 * number,
-                changes=(change,),
-                reflections=reflections,
-                unused_reflections=(reflections[0].id,),
-            )
+        tree = reduction(number, 4, 2, text=tuple(item.delta for item in applied.applied))
+        scores = (0.0, 1.0, 1.0, number / count)
+        step = PlaybookStep(
+            *(number, number - 1, tuple(range(4)), 4, 2, 1, scores, (), True, number, "", (tree,), 3.0, 0.0),
+            metric_calls=4 * number,
+            elapsed=3.0 * number,
+            changes=(change,),
+            reflections=tuple(reflections),
+            unused_reflections=(reflections[0].id,),
         )
+        steps.append(step)
     return tuple(steps), playbook
 
 
 def _random_deltas(rng: random.Random, known: list[str], number: int) -> list[dict[str, Any]]:
-    deltas: list[dict[str, Any]] = [
-        {
-            "type": "ADD",
-            "section": rng.choice(["Formulas", "Pitfalls"]),
-            "content": f"Lesson {number} {i} {rng.random()}",
-        }
-        for i in range(3)
-    ]
+    deltas: list[dict[str, Any]] = []
+    for i in range(3):
+        section = rng.choice(["Formulas", "Pitfalls"])
+        deltas.append({"type": "ADD", "section": section, "content": f"Lesson {number} {i} {rng.random()}"})
     for _ in range(4):
         kind = rng.choice(["UPDATE", "MERGE", "REMOVE"])
         ids = rng.sample(known, min(3, len(known)))

@@ -10,7 +10,7 @@ from benchmarks import context_overload
 from benchmarks._overload_fit import FORMULA, sketches
 from benchmarks._overload_runs import CALL_SECONDS, WIDTH, Arm, run, simulated_seconds
 from benchmarks._overload_task import WORDINGS, Novelty, overload_lm, overload_task, post_lines
-from dspy_combee.playbook.near_duplicates import TokenJaccard
+from dspy_combee.playbook.pruning import same_words
 from dspy_combee.testing import CapacityLoss, Lesson, PowerLoss, SimulatedLM, find_lessons
 from dspy_combee.testing.playbook_simulation import PlaybookCurator
 
@@ -64,7 +64,7 @@ def test_a_lesson_is_found_in_every_wording():
         (content,) = curate(Recording(), "", [lesson(1)], wordings=(wording,))
         assert [str(found) for found in find_lessons(content)] == [lesson(1)]
     texts = [wording.replace("{}", lesson(1)) for wording in WORDINGS]
-    assert len(set(TokenJaccard().leaders(texts))) > 1, "nothing would be left for the merge call"
+    assert len(set(same_words(texts))) > 1, "nothing would be left for the merge call"
 
 
 def test_the_task_teaches_what_it_asks_and_right_lines_teach_nothing():

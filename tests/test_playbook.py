@@ -6,17 +6,19 @@ from dataclasses import FrozenInstanceError
 
 import dspy
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from dspy_combee.playbook import Bullet, Playbook, PlaybookError, TextLine, attach, detach, playbooks_in
-from dspy_combee.playbook.bullets import SECTIONS, find_section, slug_of
-from dspy_combee.playbook.deltas import Add, Merge, Remove, Update, delta_from
-from dspy_combee.records.errors import CombeeError
+from dspy_combee import Bullet, CombeeError, Playbook
+from dspy_combee.playbook import Add, Merge, PlaybookError, Remove, TextLine, Update, attach, detach, playbooks_in
+from dspy_combee.playbook.bullets import MAX_COUNT, SECTIONS, find_section, section_slug
+from dspy_combee.playbook.deltas import delta_from
 
 FORMULAS = "FORMULAS & CALCULATIONS"
 
 
 def bullet(number, content="", **kwargs):
-    return Bullet(f"calc-{number:05d}", FORMULAS, content or f"lesson number {number}", **kwargs)
+    return Bullet(f"calc-{number:05d}", FORMULAS, content or str(number), **kwargs)
 
 
 @pytest.fixture
@@ -30,33 +32,38 @@ def book():
     )
 
 
-def ids(playbook):
-    return [item.id for item in playbook]
+def ids(bullets):
+    return [item.id for item in bullets]
 
 
 # Bullets and the playbook itself
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("make", "message"),
     [
-        ({"id": "calc"}, "looks like"),
-        ({"id": "calc-"}, "looks like"),
-        ({"id": 3}, "looks like"),
-        ({"content": " \n\t"}, "blank"),
-        ({"content": None}, "must be text"),
-        ({"section": None}, "must be text"),
-        ({"helpful": -1}, "helpful"),
-        ({"harmful": True}, "harmful"),
-        ({"harmful": 1.0}, "harmful"),
-        ({"reflection_ids": "r1"}, "reflection ids"),
-        ({"reflection_ids": (1,)}, "reflection id"),
-        ({"reflection_ids": (" ",)}, "blank"),
+        (lambda: bullet(1, helpful=-1), "helpful"),
+        (lambda: bullet(1, harmful=True), "harmful"),
+        (lambda: bullet(1, harmful=1.0), "harmful"),
+        (lambda: bullet(1, reflection_ids="r1"), "reflection ids"),
+        (lambda: bullet(1, reflection_ids=(1,)), "reflection id"),
+        (lambda: bullet(1, reflection_ids=(" ",)), "blank"),
+        (lambda: bullet(1, " \n\t"), "blank"),
+        (lambda: Bullet("calc-1", "A", None), "must be text"),
+        (lambda: Bullet("calc-1", None, "x"), "must be text"),
+        (lambda: Bullet("calc", "A", "x"), "looks like"),
+        (lambda: Bullet("calc-", "A", "x"), "looks like"),
+        (lambda: Bullet(3, "A", "x"), "looks like"),
+        (lambda: TextLine("A", " "), "not blank"),
+        (lambda: TextLine("A", "a\nb"), "one line"),
+        (lambda: Playbook(entries=(bullet(1), bullet(1))), "more than once: calc-00001"),
+        (lambda: Playbook(entries=("text",)), "not str"),
+        (lambda: Playbook(next_number=0), "next_number"),
     ],
 )
-def test_a_bullet_says_what_is_wrong_with_it(fields, message):
+def test_what_is_malformed_is_an_error_that_says_so(make, message):
     with pytest.raises(PlaybookError, match=message) as caught:
-        Bullet(**{"id": "calc-00001", "section": "A", "content": "x", **fields})
+        make()
     assert isinstance(caught.value, CombeeError)
     assert isinstance(caught.value, ValueError)
 
@@ -64,56 +71,34 @@ def test_a_bullet_says_what_is_wrong_with_it(fields, message):
 def test_a_bullet_is_cleaned():
     made = Bullet("calc-00001", " A\n\u2028 B ", "lone \ud800 surrogate", reflection_ids=("r1", "r2", "r1"))
     assert (made.section, made.content, made.reflection_ids) == ("A B", "lone \ufffd surrogate", ("r1", "r2"))
-    assert made.number == 1
 
 
 def test_everything_is_frozen(book):
-    with pytest.raises(FrozenInstanceError):
-        book.entries = ()
-    with pytest.raises(FrozenInstanceError):
-        book.bullets[0].content = "x"
+    for value, name in ((book, "entries"), (book.bullets[0], "content")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, name, ())
     assert hash(book) == hash(Playbook(entries=book.entries))
 
 
 def test_an_empty_playbook_has_the_seven_sections_of_ace():
     empty = Playbook()
-    assert len(empty) == 0
     assert not empty
     assert empty.sections == tuple(SECTIONS)
     assert empty.to_text().count("## ") == 7
 
 
 def test_entries_are_grouped_by_section_in_a_stable_order():
-    made = Playbook(
-        sections=("B",),
-        entries=(
-            Bullet("x-1", "A", "1"),
-            Bullet("x-2", "B", "2"),
-            Bullet("x-3", "A", "3"),
-            TextLine("", "top"),
-            Bullet("x-4", "B", "4"),
-        ),
-    )
+    bullets = (Bullet("x-1", "A", "1"), Bullet("x-2", "B", "2"), Bullet("x-3", "A", "3"), Bullet("x-4", "B", "4"))
+    made = Playbook(("B",), (*bullets, TextLine("", "top")))
     assert made.sections == ("B", "A")
-    assert made.entries[0] == TextLine("", "top")
-    assert ids(made) == ["x-2", "x-4", "x-1", "x-3"]
+    assert made.entries == (TextLine("", "top"), bullets[1], bullets[3], bullets[0], bullets[2])
     assert made.next_number == 5
-
-
-def test_a_playbook_refuses_repeated_ids_and_what_is_no_entry():
-    with pytest.raises(PlaybookError, match="calc-00001"):
-        Playbook(entries=(bullet(1), bullet(1)))
-    with pytest.raises(PlaybookError, match="str"):
-        Playbook(entries=("text",))
-    with pytest.raises(PlaybookError, match="next_number"):
-        Playbook(next_number=0)
 
 
 def test_sections_are_found_however_they_are_spelled(book):
     for name in (FORMULAS, "formulas_and_calculations", "Formulas and calculations", "formulas & calculations "):
-        assert ids(Playbook(entries=book.entries).in_section(name)) == ids(book)
-    assert book.in_section("OTHERS") == ()
-    assert book.in_section("not there") == ()
+        assert book.in_section(name) == book.bullets
+    assert book.in_section("OTHERS") == book.in_section("not there") == ()
     assert find_section("my Section", ("My section",)) == "My section"
     assert find_section("", ()) == "OTHERS"
     # Marks that are no letters still tell sections apart.
@@ -134,7 +119,7 @@ def test_sections_are_found_however_they_are_spelled(book):
     ],
 )
 def test_slugs(section, slug):
-    assert slug_of(section) == slug
+    assert section_slug(section) == slug
 
 
 # Tags
@@ -144,9 +129,7 @@ def test_tags_are_counted_exactly(book):
     report = book.tag([("calc-00001", "helpful")] * 40)
     assert report.playbook.get("calc-00001").helpful == 43
     assert (report.helpful, report.harmful, report.neutral, report.refused) == (40, 0, 0, ())
-
-    report = book.tag([("calc-00002", "helpful")] * 39 + [("calc-00002", "harmful")])
-    tagged = report.playbook.get("calc-00002")
+    tagged = book.tag([("calc-00002", "helpful")] * 39 + [("calc-00002", "harmful")]).playbook.get("calc-00002")
     assert (tagged.helpful, tagged.harmful) == (39, 2)
     assert book.get("calc-00002").harmful == 1
 
@@ -154,8 +137,7 @@ def test_tags_are_counted_exactly(book):
 def test_tags_that_cannot_be_counted_are_recorded(book):
     bad = [("calc-00009", "helpful"), ("calc-00001", "great"), "calc-00001", (1, 2), None, {"tag": "helpful"}]
     report = book.tag([*bad, ("[calc-00001]", " Helpful "), {"id": "calc-00001", "tag": "neutral"}])
-    assert [item.given for item in report.refused] == bad
-    assert [item.index for item in report.refused] == list(range(len(bad)))
+    assert [(item.index, item.given) for item in report.refused] == list(enumerate(bad))
     assert "unknown id 'calc-00009'" in report.refused[0].reason
     assert "unknown tag 'great'" in report.refused[1].reason
     assert (report.helpful, report.neutral) == (1, 1)
@@ -180,8 +162,7 @@ def test_each_operation(book):
         bullet(3, "both", helpful=1, harmful=1, reflection_ids=("r2", "r3", "r5")),
         bullet(4, "new", reflection_ids=("r9",)),
     ]
-    gone = book.apply([Remove("[calc-00002]", "wrong")])
-    assert ids(gone.playbook) == ["calc-00001", "calc-00003"]
+    assert ids(book.apply([Remove("[calc-00002]", "wrong")]).playbook) == ["calc-00001", "calc-00003"]
     assert len(book) == 3
 
 
@@ -192,17 +173,19 @@ def test_new_sections_and_default_section(book):
     assert ids(made.in_section("OTHERS")) == ["misc-00006"]
 
 
-def test_a_removed_id_is_never_given_again(book):
-    for reload in (
+@pytest.mark.parametrize(
+    "reload",
+    [
         lambda made: made,
         lambda made: Playbook.from_json(made.to_json()),
         lambda made: Playbook.from_text(made.to_text()),
-        lambda made: Playbook.from_text(made.to_text(reflections=False)),
         lambda made: detach(attach("base", made))[1],
-    ):
-        made = reload(book.apply([Remove("calc-00003")]).playbook)
-        made = reload(made.apply([Remove("calc-00002"), Remove("calc-00001")]).playbook)
-        assert ids(made.apply([Add(FORMULAS, "new")]).playbook) == ["calc-00004"]
+    ],
+)
+def test_a_removed_id_is_never_given_again(book, reload):
+    made = reload(book.apply([Remove("calc-00003")]).playbook)
+    made = reload(made.apply([Remove("calc-00002"), Remove("calc-00001")]).playbook)
+    assert ids(made.apply([Add(FORMULAS, "new")]).playbook) == ["calc-00004"]
 
 
 @pytest.mark.parametrize(
@@ -214,9 +197,7 @@ def test_a_removed_id_is_never_given_again(book):
         (Remove(["calc-00001"]), "unknown id"),
         (Merge(("calc-00001", "calc-00009"), "x"), "unknown id 'calc-00009'"),
         (Merge(("calc-00001", "calc-00001"), "x"), "two different ids"),
-        (Merge((), "x"), "two different ids"),
         (Merge("calc-00001", "x"), "list"),
-        (Merge(None, "x"), "list"),
         (Add("A", " \n"), "empty"),
         (Update("calc-00001", ""), "empty"),
         (Merge(("calc-00001", "calc-00002"), "\t"), "empty"),
@@ -227,7 +208,6 @@ def test_a_removed_id_is_never_given_again(book):
         ({"content": "x"}, "unknown operation None"),
         ({"type": ["ADD"]}, "unknown operation"),
         ({"type": "ADD"}, "empty"),
-        ({"type": "UPDATE", "content": "x"}, "unknown id"),
         ({"type": "MERGE", "ids": 3, "content": "x"}, "list"),
         ("ADD something", "not str"),
         (None, "not NoneType"),
@@ -240,154 +220,134 @@ def test_what_is_not_valid_is_refused_and_recorded(book, delta, reason):
     assert len(report.playbook) == 4
 
 
-def test_deltas_are_read_from_json():
-    assert delta_from({"type": "add", "section": "A", "content": "x"}) == Add("A", "x")
-    assert delta_from({"op": "UPDATE", "bullet_id": "b-1", "content": "x", "reflection_ids": ["r"]}) == Update(
-        "b-1", "x", ("r",)
-    )
-    assert delta_from({"operation": "Merge", "bullet_ids": ["b-1", "b-2"], "content": "x"}) == Merge(
-        ("b-1", "b-2"), "x"
-    )
-    assert delta_from({"type": "REMOVE", "id": "b-1", "reason": "old", "why": 1}) == Remove("b-1", "old")
+@pytest.mark.parametrize(
+    ("plain", "delta"),
+    [
+        ({"type": "add", "section": "A", "content": "x"}, Add("A", "x")),
+        ({"op": "UPDATE", "bullet_id": "b-1", "content": "x", "reflection_ids": ["r"]}, Update("b-1", "x", ("r",))),
+        ({"operation": "Merge", "bullet_ids": ["b-1", "b-2"], "content": "x"}, Merge(("b-1", "b-2"), "x")),
+        ({"type": "REMOVE", "id": "b-1", "reason": "old", "why": 1}, Remove("b-1", "old")),
+    ],
+)
+def test_deltas_are_read_from_json(plain, delta):
+    assert delta_from(plain) == delta
 
 
-def test_equal_adds_join_each_other_and_what_is_there(book):
-    report = book.apply(
-        [Add("A", "same  thing", ("r7",)), Add("B", "same thing", ("r8",)), Add("A", "lesson number 1", ("r9",))]
-    )
-    assert [item.bullet_id for item in report.applied] == ["a-00004", "a-00004", "calc-00001"]
-    assert report.playbook.get("a-00004").reflection_ids == ("r7", "r8")
-    assert report.playbook.get("calc-00001").reflection_ids == ("r1", "r9")
-    assert report.conflicts == ()
-
-
-def test_an_add_is_new_where_its_twin_goes_or_changes(book):
+def test_equal_adds_join_each_other_and_what_stands(book):
     report = book.apply(
         [
-            Add("A", "lesson number 1"),
-            Add("A", "lesson number 2"),
-            Remove("calc-00001"),
-            Update("calc-00002", "other"),
+            Add("A", "same  thing", ("r7",)),
+            Add("B", "same thing", ("r8",)),
+            Add("A", "3", ("r9",)),
+            Add("A", "1"),  # This twin goes, the next one changes.
+            Add("A", "2"),
+            Remove(ONE),
+            Update(TWO, "other"),
         ]
     )
-    assert ids(report.playbook) == ["calc-00002", "calc-00003", "a-00004", "a-00005"]
-
-
-def test_update_wins_over_remove(book):
-    report = book.apply([Remove("calc-00001"), Update("calc-00001", "kept"), Remove("calc-00001")])
-    assert report.playbook.get("calc-00001").content == "kept"
-    (conflict,) = report.conflicts
-    assert (conflict.kind, conflict.bullet_id) == ("update_over_remove", "calc-00001")
-    assert (conflict.kept, conflict.dropped) == ((1,), (0, 2))
-
-
-def test_two_updates_go_to_the_merge_call(book):
-    calls = []
-
-    def resolve(target, updates):
-        calls.append((target.id, [update.content for update in updates]))
-        return "merged"
-
-    updates = [Update("calc-00001", "one", ("r4",)), Update("calc-00001", "two", ("r5", "r6"))]
-    report = book.apply(updates, resolve)
-    assert calls == [("calc-00001", ["two", "one"])]
-    changed = report.playbook.get("calc-00001")
-    assert (changed.content, changed.reflection_ids) == ("merged", ("r1", "r4", "r5", "r6"))
-    assert [item.index for item in report.applied] == [0, 1]
-    (conflict,) = report.conflicts
-    assert (conflict.kind, conflict.kept, conflict.dropped) == ("updates", (0, 1), ())
-
-
-@pytest.mark.parametrize("resolve", [None, lambda *_: None, lambda *_: " ", lambda *_: 7])
-@pytest.mark.parametrize("turned", [False, True])
-def test_else_the_better_supported_update_wins(book, resolve, turned):
-    updates = [Update("calc-00001", "one", ("r4",)), Update("calc-00001", "two", ("r5", "r6"))]
-    report = book.apply(updates[::-1] if turned else updates, resolve)
-    changed = report.playbook.get("calc-00001")
-    assert (changed.content, changed.reflection_ids) == ("two", ("r1", "r5", "r6"))
-    assert report.conflicts[0].dropped == (int(turned),)
-
-
-def test_equal_updates_are_no_conflict_and_support_each_other(book):
-    alone = Update("calc-00001", "alone", ("r5", "r6"))
-    same = [Update("calc-00001", "same", (name,)) for name in ("r7", "r8", "r9")]
-    report = book.apply(same)
-    assert report.conflicts == ()
-    assert len(report.applied) == 3
-    assert book.apply([alone, *same]).playbook.get("calc-00001").content == "same"
-
-
-def test_ties_do_not_depend_on_the_order(book):
-    updates = [Update("calc-00001", content) for content in ("bb", "aa", "c", "ab")]
-    contents = {book.apply(order).playbook.get("calc-00001").content for order in (updates, updates[::-1])}
-    assert contents == {"bb"}
-
-
-def test_what_resolve_raises_is_passed_on(book):
-    def resolve(*_):
-        raise ConnectionError("gone")
-
-    with pytest.raises(ConnectionError):
-        book.apply([Update("calc-00001", "one"), Update("calc-00001", "two")], resolve)
-
-
-def test_merge_over_a_removed_id_drops_that_id(book):
-    report = book.apply([Merge(("calc-00001", "calc-00002", "calc-00003"), "all"), Remove("calc-00003")])
-    assert list(report.playbook) == [bullet(1, "all", helpful=3, harmful=1, reflection_ids=("r1",))]
-    (conflict,) = report.conflicts
-    assert (conflict.kind, conflict.bullet_id) == ("merge_over_removed", "calc-00003")
-    assert (conflict.kept, conflict.dropped) == ((1, 0), ())
-
-    report = book.apply([Merge(("calc-00001", "calc-00003"), "rest"), Remove("calc-00003")])
-    assert report.playbook.get("calc-00001").content == "rest"
-
-    both = [Remove("calc-00003"), Remove("calc-00001")]
-    report = book.apply([Merge(("calc-00001", "calc-00003"), "rest"), *both])
-    assert ids(report.playbook) == ["calc-00002"]
-    assert {item.dropped for item in report.conflicts} == {(0,)}
-
-
-def test_merge_leaves_an_updated_bullet_alone(book):
-    report = book.apply([Merge(("calc-00001", "calc-00003"), "both"), Update("calc-00001", "new", ("r8",))])
-    assert [item.content for item in report.playbook] == ["new", "lesson number 2", "lesson number 3"]
-    (conflict,) = report.conflicts
-    assert (conflict.kind, conflict.kept, conflict.dropped) == ("merge_over_updated", (1,), (0,))
-
-
-def test_the_better_supported_of_two_merges_takes_a_shared_bullet(book):
-    report = book.apply(
-        [Merge(("calc-00001", "calc-00002"), "weak"), Merge(("calc-00002", "calc-00003"), "strong", ("r8",))]
-    )
-    assert [item.content for item in report.playbook] == ["lesson number 1", "strong"]
-    (conflict,) = report.conflicts
-    assert (conflict.kind, conflict.kept, conflict.dropped) == ("merges", (1,), (0,))
-
-
-def test_equal_merges_are_one(book):
-    report = book.apply(
-        [Merge(("calc-00001", "calc-00002"), "m", ("r8",)), Merge(("calc-00002", "calc-00001"), "m", ("r9",))]
-    )
-    assert [(item.index, item.bullet_id) for item in report.applied] == [(0, "calc-00001"), (1, "calc-00001")]
-    assert report.playbook.get("calc-00001").reflection_ids == ("r1", "r8", "r9")
-    assert report.playbook.get("calc-00001").helpful == 3
+    made = [item.bullet_id for item in report.applied[:5]]
+    assert made == ["a-00004", "a-00004", THREE, "a-00005", "a-00006"]
+    assert report.playbook.get("a-00004").reflection_ids == ("r7", "r8")
+    assert report.playbook.get(THREE).reflection_ids == ("r2", "r3", "r9")
     assert report.conflicts == ()
 
 
-# Diff
+ONE, TWO, THREE = "calc-00001", "calc-00002", "calc-00003"
+CONFLICTS = [
+    ([Remove(ONE), Update(ONE, "a"), Remove(ONE)], "a 2 3", [("update_over_remove", ONE, (1,), (0, 2))]),
+    # Of UPDATEs those with more reflections win, then the longer one, then the later in text order.
+    ([Update(ONE, "long", ("r4",)), Update(ONE, "a", ("r5", "r6"))], "a 2 3", [("updates", ONE, (1,), (0,))]),
+    (
+        [Update(ONE, "a", ("r5", "r6")), *(Update(ONE, "b", (r,)) for r in "xyz")],
+        "b 2 3",
+        [("updates", ONE, (1, 2, 3), (0,))],
+    ),
+    ([Update(ONE, text) for text in ("bb", "aa", "c", "ab")], "bb 2 3", [("updates", ONE, (0,), (3, 1, 2))]),
+    ([Update(ONE, "a"), Update(ONE, "a")], "a 2 3", []),
+    # A MERGE drops an id that is removed, and rewrites what is left.
+    ([Merge((ONE, TWO, THREE), "m"), Remove(THREE)], "m", [("merge_over_removed", THREE, (1, 0), ())]),
+    ([Merge((ONE, THREE), "m"), Remove(THREE)], "m 2", [("merge_over_removed", THREE, (1, 0), ())]),
+    (
+        [Merge((ONE, THREE), "m"), Remove(THREE), Remove(ONE)],
+        "2",
+        [("merge_over_removed", ONE, (2,), (0,)), ("merge_over_removed", THREE, (1,), (0,))],
+    ),
+    # It does nothing where the bullets live on elsewhere.
+    ([Merge((ONE, THREE), "m"), Update(ONE, "a")], "a 2 3", [("merge_over_updated", ONE, (1,), (0,))]),
+    ([Merge((ONE, TWO), "m"), Merge((TWO, THREE), "n", ("r8",))], "1 n", [("merges", TWO, (1,), (0,))]),
+    ([Merge((ONE, TWO), "m"), Merge((TWO, ONE), "m")], "m 3", []),
+]
+
+
+@pytest.mark.parametrize(("deltas", "contents", "conflicts"), CONFLICTS)
+def test_conflicts_of_a_batch(book, deltas, contents, conflicts):
+    report = book.apply(deltas)
+    assert " ".join(item.content for item in report.playbook) == contents
+    assert [(item.kind, item.bullet_id, item.kept, item.dropped) for item in report.conflicts] == conflicts
+    assert " ".join(item.content for item in book.apply(deltas[::-1]).playbook) == contents
+
+
+def test_reflections_follow_what_took_effect(book):
+    deltas = [Update(ONE, "one", ("r4",)), Update(ONE, "two", ("r5", "r6"))]
+    assert book.apply(deltas).playbook.get(ONE).reflection_ids == ("r1", "r5", "r6")
+    merged = book.apply([Merge((ONE, TWO), "m", ("r8",)), Merge((TWO, ONE), "m", ("r9",))])
+    assert [(item.index, item.bullet_id) for item in merged.applied] == [(0, ONE), (1, ONE)]
+    assert merged.playbook.get(ONE) == bullet(1, "m", helpful=3, harmful=1, reflection_ids=("r1", "r8", "r9"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_every_delta_ends_in_one_place_whatever_the_order(data):
+    book = Playbook(entries=tuple(Bullet(f"a-{number}", "A", f"c{number}") for number in range(1, 6)))
+    some = st.sampled_from(["a-1", "a-2", "a-3", "a-4", "a-9"])
+    support = st.lists(st.sampled_from(["r1", "r2", "r3"]), max_size=3).map(tuple)
+    text = st.sampled_from(["x", "y", "c1", " "])
+    operation = st.one_of(
+        st.builds(Add, st.just("A"), text, support),
+        st.builds(Update, some, text, support),
+        st.builds(Merge, st.lists(some, max_size=4).map(tuple), text, support),
+        st.builds(Remove, some),
+    )
+    deltas = data.draw(st.lists(operation, max_size=10))
+    report = book.apply(deltas)
+    dropped = {index for item in report.conflicts for index in item.dropped}
+    places = [item.index for item in (*report.applied, *report.refused)]
+    assert sorted([*places, *dropped]) == list(range(len(deltas)))
+
+    def seen(playbook):  # The numbers of new ids follow the order of the batch.
+        return sorted(
+            (item.id * (book.get(item.id) is not None), item.content, sorted(item.reflection_ids)) for item in playbook
+        )
+
+    other = book.apply(data.draw(st.permutations(deltas)))
+    assert seen(other.playbook) == seen(report.playbook)
+
+
+def test_counters_end_at_their_bound():
+    full = [Bullet(f"a-{number}", "A", "the same", MAX_COUNT, 10**40) for number in (1, 2)]
+    merged = Playbook(("A",), tuple(full)).apply([Merge(("a-1", "a-2"), "one")]).playbook
+    assert merged.bullets == (Bullet("a-1", "A", "one", MAX_COUNT, MAX_COUNT),)
+    assert merged.tag([("a-1", "helpful")]).playbook == merged
 
 
 def test_diff(book):
     old = Playbook(entries=(*book.entries, TextLine("", "a"), TextLine("", "a")))
-    new = book.apply([Add("A", "new"), Update("calc-00001", "better"), Remove("calc-00002")]).playbook
+    new = book.apply([Add("A", "new"), Update(ONE, "better"), Remove(TWO)]).playbook
     change = old.diff(new)
-    assert [item.id for item in change.added] == ["a-00004"]
-    assert [item.id for item in change.removed] == ["calc-00002"]
-    assert [(one.content, two.content) for one, two in change.changed] == [("lesson number 1", "better")]
-    assert change.removed_text == (TextLine("", "a"), TextLine("", "a"))
-    assert new.diff(old).added_text == change.removed_text
+    assert ids(change.added) == ["a-00004"]
+    assert change.removed == (book.get(TWO), TextLine("", "a"), TextLine("", "a"))
+    assert [(before.content, after.content) for before, after in change.changed] == [("1", "better")]
+    assert str(change).splitlines() == [
+        "- [calc-00002] helpful=0 harmful=1 :: 2",
+        "- a",
+        "- a",
+        "- [calc-00001] helpful=3 harmful=0 :: 1",
+        "+ [calc-00001] helpful=3 harmful=0 :: better",
+        "+ [a-00004] helpful=0 harmful=0 :: new",
+    ]
+    assert new.diff(old).added == change.removed
     assert change
     assert not old.diff(old)
-    assert "- [calc-00002] helpful=0 harmful=1 :: lesson number 2" in str(change).splitlines()
 
 
 # Files
@@ -408,7 +368,6 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, book, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         Playbook().save(path)
-    monkeypatch.undo()
     assert Playbook.load(path) == book
     assert os.listdir(tmp_path) == ["book.md"]
 
@@ -423,9 +382,9 @@ def test_a_link_stays_a_link(tmp_path, book):
 
 def test_load_says_what_is_wrong(tmp_path):
     (tmp_path / "a.md").write_bytes(b"\xff\xfe")
+    (tmp_path / "b.md").write_text("## A\nno bullet\n")
     with pytest.raises(PlaybookError, match="UTF-8"):
         Playbook.load(tmp_path / "a.md")
-    (tmp_path / "b.md").write_text("## A\nno bullet\n")
     with pytest.raises(PlaybookError, match="line 2"):
         Playbook.load(tmp_path / "b.md", strict=True)
     with pytest.raises(FileNotFoundError):
@@ -433,32 +392,26 @@ def test_load_says_what_is_wrong(tmp_path):
 
 
 GOOD = {"format": "dspy_combee.playbook", "version": 1, "next_number": 1, "sections": [], "entries": []}
+HALF = {"id": "a-1", "section": "A"}
+BAD_ENTRIES = {}, ["text"], [None], [HALF], [{**HALF, "content": "x", "score": 1}], [{"section": "A", "text": ""}]
+BAD_FIELDS = [("version", 2), ("sections", "AB"), ("sections", [1]), ("next_number", None), ("next_number", 1.5)]
 
 
 @pytest.mark.parametrize(
-    "data",
+    "text",
     [
-        "{",
-        "[" * 100_000,
-        "[]",
-        "{}",
-        {**GOOD, "version": 2},
-        {**GOOD, "sections": "AB"},
-        {**GOOD, "sections": [1]},
-        {**GOOD, "entries": {}},
-        {**GOOD, "entries": ["text"]},
-        {**GOOD, "entries": [None]},
-        {**GOOD, "entries": [{"id": "a-1", "section": "A"}]},
-        {**GOOD, "entries": [{"id": "a-1", "section": "A", "content": "x", "score": 1}]},
-        {**GOOD, "entries": [{"section": "A", "text": ""}]},
-        {**GOOD, "next_number": None},
-        {**GOOD, "next_number": 1.5},
+        *("{", "[]", "{}", "[" * 100_000),
+        *(
+            json.dumps({**GOOD, name: value})
+            for name, value in (*BAD_FIELDS, *(("entries", bad) for bad in BAD_ENTRIES))
+        ),
     ],
-    ids=lambda data: str(data)[:60],
+    ids=lambda text: text[-60:],
 )
-def test_json_that_is_no_playbook(data):
+def test_json_that_is_no_playbook(text):
+    assert Playbook.from_json(json.dumps(GOOD)) == Playbook(())
     with pytest.raises(PlaybookError):
-        Playbook.from_json(data if isinstance(data, str) else json.dumps(data))
+        Playbook.from_json(text)
 
 
 # In a program
@@ -470,23 +423,19 @@ class Two(dspy.Module):
         self.first = dspy.Predict(dspy.Signature("question -> answer", "Answer it."))
         self.second = dspy.ChainOfThought("question -> answer")
 
-    def forward(self, question):
-        return self.second(question=self.first(question=question).answer)
-
 
 def put(predictor, playbook):
     predictor.signature = predictor.signature.with_instructions(attach(predictor.signature.instructions, playbook))
 
 
-def test_from_program(tmp_path, book):
+def test_from_program(tmp_path):
     program = Two()
     with pytest.raises(PlaybookError, match="no playbook in the program"):
         Playbook.from_program(program)
     hostile = "def f():\n\tx = 1\r\n\n    return x\n\n\n## OTHERS\n[calc-00001] helpful=1 harmful=0 :: <&#9;>"
     made = Playbook(entries=(bullet(1, hostile), TextLine("OTHERS", "\ta\tb"), bullet(2, "\ttab first \t")))
     put(program.first, made)
-    assert Playbook.from_program(program) == made
-    assert Playbook.from_program(program, "first") == made
+    assert Playbook.from_program(program) == Playbook.from_program(program, "first") == made
 
     program.save(tmp_path / "program.json")
     loaded = Two()

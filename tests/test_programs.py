@@ -132,8 +132,7 @@ def kind_of(prompt):
 @pytest.mark.parametrize("num_threads", [1, 8])
 def test_several_predictors_and_twins(num_threads):
     capture = Capture()
-    lm = student_lm(kind=kind_of)
-    better = learn(Twins(), questions(9), lm=lm, capture=capture, num_threads=num_threads)
+    better = learn(Twins(), questions(9), lm=student_lm(kind=kind_of), capture=capture, num_threads=num_threads)
     assert capture.inputs("kind") == [f"q{i}" for i in range(9)]
     assert capture.inputs("odd") == ["q1", "q3", "q5", "q7"]
     assert capture.inputs("even") == ["q2", "q4", "q6", "q8"]
@@ -142,27 +141,16 @@ def test_several_predictors_and_twins(num_threads):
     assert instructions_of(better) == {name: f"LEARNED {name}" for name in ("kind", "odd", "even")}
 
 
-def test_only_the_selected_component_changes():
-    capture = Capture()
-    lm = student_lm(kind=kind_of)
-    student = Twins()
-    better = learn(student, questions(9), lm=lm, capture=capture, component_selector=select_even)
-    assert capture.components == {"even"}
-    assert capture.inputs("even") == ["q2", "q4", "q6", "q8"]
-    assert instructions_of(better) == {**instructions_of(student), "even": "LEARNED even"}
-
-
-def select_even(state, trajectories, subsample_scores, candidate_idx, candidate):
-    return ["even"]
-
-
-def test_component_that_no_example_reaches_is_left_alone():
-    capture = Capture()
-    lm = student_lm(kind=lambda prompt: "odd")
-    student = Twins()
-    better = learn(student, questions(4), lm=lm, capture=capture)
-    assert capture.components == {"kind", "odd"}
-    assert instructions_of(better)["even"] == student.even.signature.instructions
+@pytest.mark.parametrize(
+    ("kind", "selector", "changed"),
+    [(kind_of, lambda *given: ["even"], {"even"}), (lambda prompt: "odd", "all", {"kind", "odd"})],
+    ids=["not selected", "not reached"],
+)
+def test_other_components_are_left_alone(kind, selector, changed):
+    capture, student = Capture(), Twins()
+    better = learn(student, questions(9), lm=student_lm(kind=kind), capture=capture, component_selector=selector)
+    assert capture.components == changed
+    assert instructions_of(better) == {**instructions_of(student), **{name: f"LEARNED {name}" for name in changed}}
 
 
 class TwinsInside(dspy.Module):
@@ -177,20 +165,29 @@ class TwinsInside(dspy.Module):
         return [copy.deepcopy(self.solve)(question=question) for _ in range(2)][-1]
 
 
-def test_copies_made_during_the_call_count_as_their_original():
-    capture = Capture()
-    better = learn(TwinsInside(), questions(4), capture=capture)
-    assert capture.components == {"solve"}
-    assert len(capture.records("solve")[0]["Earlier Calls"]) == 1
-    assert instructions_of(better)["solve"] == "LEARNED solve"
+def best_of_two() -> Any:
+    inner = dspy.ChainOfThought("question -> answer")
+    return dspy.BestOfN(module=inner, N=2, reward_fn=lambda args, pred: float(pred.answer == "right"), threshold=1.0)
 
 
-def test_chain_of_thought():
-    capture = Capture()
-    better = learn(dspy.ChainOfThought("question -> answer"), questions(4), capture=capture)
-    assert instructions_of(better) == {"predict": "LEARNED predict"}
-    outputs = [record["Generated Outputs"] for record in capture.records("predict")]
-    assert outputs == [{"reasoning": "because", "answer": "wrong"}] * 4
+@pytest.mark.parametrize(
+    ("make", "component", "outputs", "num_earlier"),
+    [
+        (TwinsInside, "solve", {"answer": "wrong"}, 1),
+        (best_of_two, "module.predict", {"reasoning": "because", "answer": "wrong"}, 0),
+        (lambda: dspy.ChainOfThought("question -> answer"), "predict", {"reasoning": "because", "answer": "wrong"}, 0),
+    ],
+    ids=["own copies", "BestOfN", "ChainOfThought"],
+)
+def test_copies_made_during_the_call_count_as_their_original(make, component, outputs, num_earlier):
+    capture, student = Capture(), make()
+    better = learn(student, questions(4), capture=capture)
+    assert capture.components == {component}
+    assert capture.inputs(component) == ["q0", "q1", "q2", "q3"]
+    for record in capture.records(component):
+        assert record["Generated Outputs"] == outputs
+        assert len(record.get("Earlier Calls", [])) == num_earlier
+    assert instructions_of(better) == {**instructions_of(student), component: f"LEARNED {component}"}
 
 
 # Agents -------------------------------------------------------------------------------------------------------
@@ -204,20 +201,25 @@ def search(query: str, limit: int = 3) -> str:
     return f"found {query}"
 
 
-def agent_lm(turns: int = 2) -> ScriptedLM:
-    """Calls `search` so many times, then finishes."""
+def agent_lm(turns: int = 2, tool_name: str = "search") -> ScriptedLM:
+    """Calls a tool so many times, then finishes; in the words of `dspy.ReAct` and of `dspy.ReActV2`."""
 
-    def thought(prompt):
-        return f"thought number {prompt.question.count('tool_name_')}"
-
-    def tool(prompt):
-        return "search" if prompt.question.count("tool_name_") < turns else "finish"
+    def turn_of(prompt):
+        return max(prompt.question.count("tool_name_"), prompt.count("found words"))
 
     def arguments(prompt):
-        turn = prompt.question.count("tool_name_")
-        return {"query": f"words of turn {turn}"} if turn < turns else {}
+        return {"query": f"words of turn {turn_of(prompt)}"} if turn_of(prompt) < turns else {}
 
-    return student_lm(next_thought=thought, next_tool_name=tool, next_tool_args=arguments)
+    def calls(prompt):
+        last = {"name": "submit", "args": {"answer": "right" if LEARNED in prompt.system else "wrong"}}
+        return {"tool_calls": [{"name": tool_name, "args": arguments(prompt)} if turn_of(prompt) < turns else last]}
+
+    return student_lm(
+        next_thought=lambda prompt: f"thought number {turn_of(prompt)}",
+        next_tool_name=lambda prompt: tool_name if turn_of(prompt) < turns else "finish",
+        next_tool_args=arguments,
+        tool_calls=calls,
+    )
 
 
 def test_react_keeps_its_tools_in_the_prompt(tmp_path):
@@ -259,46 +261,15 @@ def test_react_keeps_an_instruction_that_still_lists_the_tools():
     assert instructions_of(better) == texts
 
 
-def test_react_record_shows_a_growing_transcript_once():
+@pytest.mark.parametrize(("make", "field"), [(dspy.ReAct, "trajectory"), (dspy.ReActV2, "Context")])
+def test_record_of_an_agent_shows_a_growing_transcript_once(make, field):
     capture = Capture()
-    learn(dspy.ReAct("question -> answer", tools=[search]), questions(4), lm=agent_lm(5), capture=capture)
-    for record in capture.records("react"):
-        assert "Earlier Calls" not in record
-        assert record["Inputs"]["trajectory"].count("words of turn") == 10  # In the arguments and in what was found.
-        assert record["Generated Outputs"]["next_tool_name"] == "finish"
-
-
-def test_react_v2_record_shows_a_growing_history_once():
-    def thought(prompt):
-        return f"thought number {prompt.count('found words')}"
-
-    def calls(prompt):
-        turn = prompt.count("found words")
-        call = {"name": "search", "args": {"query": f"words of turn {turn}"}}
-        last = {"name": "submit", "args": {"answer": "right" if LEARNED in prompt.system else "wrong"}}
-        return {"tool_calls": [call if turn < 3 else last]}
-
-    capture = Capture()
-    lm = student_lm(next_thought=thought, tool_calls=calls)
-    better = learn(dspy.ReActV2("question -> answer", tools=[search]), questions(4), lm=lm, capture=capture)
-    assert better.react.signature.instructions == "LEARNED react"
+    better = learn(make("question -> answer", tools=[search]), questions(4), lm=agent_lm(5), capture=capture)
+    assert better.react.signature.instructions.startswith("LEARNED react")
     assert len(capture.records("react")) == 4
     for record in capture.records("react"):
         assert "Earlier Calls" not in record
-        assert str(record["Inputs"]["Context"]).count("found words") == 3
-
-
-def test_best_of_n():
-    capture = Capture()
-    student = dspy.BestOfN(
-        module=dspy.ChainOfThought("question -> answer"),
-        N=2,
-        reward_fn=lambda args, pred: float(pred.answer == "right"),
-        threshold=1.0,
-    )
-    better = learn(student, questions(4), capture=capture)
-    assert instructions_of(better) == {"module.predict": "LEARNED module.predict"}
-    assert capture.inputs("module.predict") == ["q0", "q1", "q2", "q3"]
+        assert str(record["Inputs"][field]).count("found words of turn") == 5
 
 
 # Tools that hold what cannot be copied ------------------------------------------------------------------------
@@ -326,20 +297,12 @@ def closing_over(client: Client):
     return find
 
 
-@pytest.mark.parametrize("kind", ["closure", "method"])
+@pytest.mark.parametrize("make_tool", [closing_over, lambda client: client.find], ids=["closure", "method"])
 @pytest.mark.parametrize("num_threads", [1, 32])
-def test_tool_with_a_client(kind, num_threads, caplog):
+def test_tool_with_a_client(make_tool, num_threads, caplog):
     client = Client()
-    tool = closing_over(client) if kind == "closure" else client.find
-    lm = agent_lm(1)
-    lm_tool = student_lm(
-        next_thought="x",
-        next_tool_name=lambda prompt: "find" if "tool_name_0" not in prompt.question else "finish",
-        next_tool_args=lambda prompt: {"query": "it"} if "tool_name_0" not in prompt.question else {},
-    )
-    student = dspy.ReAct("question -> answer", tools=[tool])
-    better = learn(student, questions(4), lm=lm_tool, capture=Capture(), num_threads=num_threads)
-    assert lm is not lm_tool
+    student = dspy.ReAct("question -> answer", tools=[make_tool(client)])
+    better = learn(student, questions(4), lm=agent_lm(1, "find"), capture=Capture(), num_threads=num_threads)
     assert better.react.signature.instructions.startswith("LEARNED react")
     assert client.calls == 1 + 4 + 4 + 1, "one client for all rollouts: seed, parent, child, validation"
     assert not root_warnings(caplog)
@@ -372,11 +335,6 @@ class Locked(dspy.Module):
 
 
 def test_program_with_a_lock_shares_it_quietly(caplog):
-    lm = student_lm(
-        next_thought="x",
-        next_tool_name=lambda prompt: "look" if "tool_name_0" not in prompt.question else "finish",
-        next_tool_args=lambda prompt: {"query": "it"} if "tool_name_0" not in prompt.question else {},
-    )
     looked = []
 
     def metric(gold, pred, trace=None, pred_name=None, pred_trace=None):
@@ -384,7 +342,7 @@ def test_program_with_a_lock_shares_it_quietly(caplog):
         return feedback_metric(gold, pred, trace, pred_name)
 
     student = Locked()
-    better = learn(student, questions(8), lm=lm, metric=metric, capture=Capture(), num_threads=8)
+    better = learn(student, questions(8), lm=agent_lm(1, "look"), metric=metric, capture=Capture(), num_threads=8)
     assert better.lock is student.lock
     assert better.parts[1] is student.parts[1]
     assert better.parts[0] is not student.parts[0]
@@ -472,37 +430,20 @@ def test_big_attributes_are_shared_and_small_ones_are_not():
 # Inputs and outputs with types --------------------------------------------------------------------------------
 
 
-def test_images_are_passed_by_reference():
-    capture = Capture()
-    trainset = [
-        dspy.Example(
-            picture=dspy.Image(f"https://example.com/{i}.png"),
-            pages=[dspy.Image(f"https://example.com/{i}-{page}.png") for page in range(2)],
-        ).with_inputs("picture", "pages")
-        for i in range(9)
-    ]
-    student = dspy.Predict("picture: dspy.Image, pages: list[dspy.Image] -> answer")
+def test_images_are_passed_by_reference_and_reach_the_reflection_lm_as_images():
+    trainset = [dspy.Example(picture=dspy.Image(f"https://x.com/{i}.png")).with_inputs("picture") for i in range(9)]
+    capture, reflection_lm = Capture(), ScriptedLM(default={"new_instruction": LEARNED})
+    student = dspy.Predict("picture: dspy.Image -> answer")
     learn(student, trainset, capture=capture)
-    uses = Counter()
-    for _, records in capture.groups:
-        for record in records:
-            uses.update(id(image) for image in (record["Inputs"]["picture"], *record["Inputs"]["pages"]))
-    images = [image for example in trainset for image in (example.picture, *example.pages)]
-    assert uses == {id(image): 2 for image in images}
+    uses = Counter(id(record["Inputs"]["picture"]) for _, records in capture.groups for record in records)
+    assert uses == {id(example.picture): 2 for example in trainset}
 
-
-def test_images_reach_the_reflection_lm_as_images():
-    trainset = [
-        dspy.Example(picture=dspy.Image(f"https://example.com/{i}.png")).with_inputs("picture") for i in range(9)
-    ]
-    reflection_lm = ScriptedLM(default={"new_instruction": LEARNED})
-    learn(dspy.Predict("picture: dspy.Image -> answer"), trainset, reflection_lm=reflection_lm)
+    learn(student, trainset, reflection_lm=reflection_lm)
     assert len(reflection_lm.calls) == 3, "three equal proposals need no merge"
-    shown = Counter()
-    for call in reflection_lm.calls:
-        assert "CUSTOM-TYPE" not in call.prompt
-        shown.update(i for i in range(9) if f"<image image/png https://example.com/{i}.png>" in call.prompt)
-    assert shown == dict.fromkeys(range(9), 2)
+    assert not any("CUSTOM-TYPE" in call.prompt for call in reflection_lm.calls)
+    prompts = [call.prompt for call in reflection_lm.calls]
+    shown = [sum(f"<image image/png https://x.com/{i}.png>" in prompt for prompt in prompts) for i in range(9)]
+    assert shown == [2] * 9
 
 
 @pytest.mark.parametrize("num_histories", [1, 2])

@@ -22,50 +22,52 @@ from dspy_combee.report.summary import spent_by_phase, tree_of
 from .lessons import learn, learning_lm
 from .report_samples import EXAMPLES, HOSTILE, playbook_steps, reduction, steps_of
 
-SHOWN = HOSTILE.replace("\ud800", "\ufffd")
+SHOWN = " ".join(HOSTILE.replace("\ud800", "\ufffd").split())
+STEPS = steps_of(30)
+FIRST, SECOND = STEPS[:2]
+BOOK, _ = playbook_steps(3)
 
 
-def text_of(page: str) -> str:
+@pytest.fixture
+def no_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+def text_of(steps) -> str:
     """The page as it reads: no markup, white space as single spaces."""
-    page = re.sub(r"<(style|svg).*?</\1>", " ", page, flags=re.DOTALL)
+    page = re.sub(r"<(style|svg).*?</\1>", " ", html_page(steps), flags=re.DOTALL)
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
 
 
-def with_reduction(**changes):
-    """One step whose reduction is another."""
-    (step,) = steps_of(1)
+def with_reduction(step, **changes):
     return replace(step, reductions=(replace(step.reductions[0], **changes),))
+
+
+def with_prompts(step, prompt):
+    return with_reduction(step, nodes=tuple(replace(node, prompt=prompt) for node in step.nodes))
 
 
 # The page ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [steps_of(3), playbook_steps(3)[0]], ids=["instruction", "playbook"])
-def test_texts_of_the_run_are_no_markup_in_the_page(steps):
+@pytest.mark.parametrize("steps", [STEPS[:9], BOOK], ids=["instruction", "playbook"])
+def test_texts_of_the_run_are_no_markup_and_the_policy_allows_the_page_s_own_style_alone(steps):
     page = html_page(steps)
-    assert " ".join(SHOWN.split()) in text_of(page)
-    for foreign in ("<script", "<img", "<!--", "http:", "https:"):
+    assert SHOWN in text_of(steps)
+    for foreign in ("<script", "<img", "<!--", "http:", "https:", "style="):
         assert foreign not in page
-
-
-def test_texts_stand_in_the_page_as_they_are():
-    (step,) = steps_of(2)[1:]
-    leading = "\n\n  a line break and blanks come first\n"
-    nodes = [replace(node, prompt=f"{leading}{number}") for number, node in enumerate(step.nodes)]
-    page = html.unescape(html_page([replace(step, reductions=(replace(step.reductions[0], nodes=tuple(nodes)),))]))
-    assert f">\n{leading}0</pre>" in page
-    for text in ("It was cut", "Error: the reply was cut short", step.nodes[1].output, "$0.008", "2 LM calls"):
-        assert text in page
-
-
-def test_the_policy_allows_the_page_s_own_style_and_nothing_else():
-    page = html_page(steps_of(9))
-    policy = re.search(r'Content-Security-Policy" content="(.*?)"', page).group(1)
+    assert page.count("<svg role") == 3
     style = re.search(r"<style>(.*?)</style>", page, re.DOTALL).group(1)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    assert policy == f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    assert "style=" not in page
-    assert page.count("<svg role") == 3
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    assert f'<meta http-equiv="Content-Security-Policy" content="{policy}">' in page
+
+
+def test_texts_stand_in_the_page_as_they_are(no_matplotlib):
+    leading = "\n\n  a line break and blanks come first\n"
+    page = html.unescape(html_page([with_prompts(SECOND, leading)]))
+    for text in (f">\n{leading}</pre>", "It was cut", "Error: the reply was cut short", SECOND.nodes[1].output):
+        assert text in page
 
 
 @pytest.mark.parametrize(
@@ -73,77 +75,60 @@ def test_the_policy_allows_the_page_s_own_style_and_nothing_else():
     [
         ((), ["This run has made no step yet."]),
         (
-            steps_of(4),
-            ["Best score 0.46 after the first step 0.43", "Steps 4 2 accepted", "Metric calls 600"],
+            STEPS[:4],
+            ["Best score 0.46 after the first step 0.43", "Steps 4 2 accepted", "Metric calls 600", "Time 50 s"],
         ),
-        (
-            steps_of(4),
-            ["Reflection calls 16", "Tokens 108,000", "Cost $0.464", "Step 4 n 20 k 4 p 2 before 0.5 after 1"],
-        ),
-        ([replace(steps_of(1)[0], usage=Usage(cost=None))], ["Cost unknown some calls told none"]),
-        ([*steps_of(4), *steps_of(2)], ["Time 75 s"]),  # resumed
-        ([replace(step, iteration=1) for step in steps_of(2)], ["validation shared calls 4 tokens shared cost shared"]),
-        ([replace(steps_of(1)[0], scores_before=(float("nan"), 1.0))], ["before – after 1", "example 0: – to 1"]),
-        ([with_reduction(text=None, nodes=(), error="it is late")], ["Component answer No proposal: it is late"]),
-        ([with_reduction(current=steps_of(1)[0].reductions[0].text)], ["is the parent's instruction, word for word"]),
-        ([replace(steps_of(1)[0], reductions=())], ["No reflection calls."]),
-        (steps_of(1), ["Every record reached a call that the proposal was made of."]),
-        (steps_of(2)[1:], ["Records that reached no surviving call (3 of 5): r2 (example 2), r3 (example 3), r4"]),
-        (steps_of(30), ["Final text of answer", "Step 28 changed candidate 9 into candidate 10", "from 55 examples"]),
-        (playbook_steps(2)[0], ["4 reflections, 1 of them fed no delta that survived", "s1.r0 example 0 unused"]),
-        (
-            playbook_steps(2)[0],
-            [
-                "Playbook of answer",
-                "form-00002 helpful 1 harmful 0 Formulas",
-                "step 1: ADD; step 2:",
-                '{ "type": "Add"',
-            ],
-        ),
+        (STEPS[:4], ["Reflection calls 16", "Tokens 108,000", "Cost $0.464", "Step 4 n 20 k 4 p 2 before 0.5 after 1"]),
+        ([replace(FIRST, usage=Usage(cost=None))], ["Cost unknown some calls told none"]),
+        ([*STEPS[:4], FIRST], ["Time 62.5 s"]),  # resumed: its seconds start anew
+        ([FIRST, replace(SECOND, iteration=1)], ["validation shared calls 4 tokens shared cost shared"]),
+        ([replace(FIRST, scores_before=(float("nan"), 1.0))], ["before – after 1", "example 0: – to 1, example 1: 1"]),
+        ([with_reduction(FIRST, text=None, nodes=(), error="late")], ["Component answer No proposal: late"]),
+        ([with_reduction(FIRST, current=FIRST.reductions[0].text)], ["the parent's instruction, word for word"]),
+        ([replace(FIRST, reductions=())], ["No reflection calls."]),
+        ([FIRST], ["Every record reached a call that the proposal was made of."]),
+        ([SECOND], ["Records that reached no surviving call (3 of 5): r2 (example 2), r3 (example 3), r4"]),
+        ([SECOND], ["1.0 reads 3 records, 1.5 s, failed 2 LM calls, 1,800 tokens in, 200 out, cost $0.008"]),
+        (STEPS, ["Final text of answer", "Step 28 changed candidate 9 into candidate 10", "from 55 examples"]),
+        (BOOK, ["4 reflections, 1 of them fed no delta that survived", "s1.r0 example 0 unused", '{ "type": "Add"']),
+        (BOOK[:2], ["Playbook of answer", "form-00002 helpful 1 harmful 0 Formulas", "step 1: ADD; step 2: UPDATE"]),
+        (STEPS[:9], ["The charts need matplotlib: pip install 'dspy-combee[report]'"]),
     ],
 )
-def test_the_page_says(steps, texts):
-    page = text_of(html_page(steps))
-    for text in texts:
-        assert text in page
+def test_the_page_says(steps, texts, no_matplotlib):
+    page = text_of(steps)
+    assert [text for text in texts if text not in page] == []
 
 
-def test_what_is_not_of_a_step_has_no_final_text():
-    steps = steps_of(4)
-    assert "Final text" not in html_page(
-        [*steps[:3], replace(steps[3], best_score=0.99)]
-    )  # the student's, or a merge's
-    unscored = [replace(step, best_score=None, validation_score=None) for step in steps]
-    assert "Step 4 changed candidate 1" in text_of(html_page(unscored))
-    assert "Step 4 changed candidate 1" in text_of(html_page([replace(step, from_traces=True) for step in unscored]))
+def test_the_final_text_is_that_of_the_best_candidate_if_a_step_made_it(no_matplotlib):
+    unscored = [replace(step, best_score=None, validation_score=None) for step in STEPS[:4]]
+    for steps in (STEPS[:4], unscored, [replace(step, from_traces=True) for step in unscored]):
+        assert "Step 4 changed candidate 1" in text_of(steps)
+    student_or_merge = [*STEPS[:3], replace(STEPS[3], best_score=0.99)]
+    assert "Final text" not in text_of(student_or_merge)
 
 
-def test_long_texts_are_cut_and_say_so():
-    step = with_reduction(nodes=(replace(steps_of(1)[0].nodes[0], prompt="x" * 25_000),))
-    page = html_page([step])
+def test_long_texts_are_cut_and_say_so(no_matplotlib):
+    page = html_page([with_prompts(FIRST, "x" * 25_000)])
     assert max(map(len, re.findall("x+", page))) == 20_000
     assert "5,000 more characters in the step record" in page
 
 
-def test_a_run_of_thousands_of_calls_stays_small():
-    steps = steps_of(450)
-    long = [replace(step, reductions=(_with_prompts(step.reductions[0], 30_000),)) for step in steps]
-    page = html_page(long)
+def test_a_run_of_thousands_of_calls_stays_small(no_matplotlib):
+    page = html_page([with_prompts(step, "x" * 30_000) for step in STEPS[6:] * 20])
     assert len(page) < 40_000_000
-    assert page.count("<details") < 4 * len(steps)
-    assert "Call 1.0 reads 3 records, 1.5 s, failed, 2 LM calls, 1,800 tokens in, 200 out, cost $0.008\nRead: r" in page
+    assert page.count("<details") < 4 * 480
+    assert (
+        "Call 1.0 reads 13 records, 1.5 s, failed, 2 LM calls, 1,800 tokens in, 200 out, cost $0.008\nRead: r" in page
+    )
     assert "more characters in the step record" in page
-
-
-def _with_prompts(made, length):
-    return replace(made, nodes=tuple(replace(node, prompt="x" * length) for node in made.nodes))
 
 
 # Numbers -----------------------------------------------------------------------------------------------------
 
 
 def test_phases_add_up():
-    steps = steps_of(8)
+    steps = STEPS[:8]
     spent = spent_by_phase(steps)
     assert list(spent) == ["profiling", "rollouts", "reflection", "validation"]
     seconds = sum(second for step in steps for second in step.phase_seconds.values())
@@ -249,7 +234,7 @@ def test_the_command_says_in_one_line_what_is_wrong(name, content, message, tmp_
 
 
 def test_the_command_says_when_it_cannot_write(tmp_path, capsys):
-    StepLog(tmp_path).append(steps_of(1)[0])
+    StepLog(tmp_path).append(FIRST)
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "no" / "out.html")]) == 2
     assert re.fullmatch(r"error: [^\n]+\n", capsys.readouterr().err)
 
@@ -282,11 +267,11 @@ def test_plots_are_axes_and_draw_where_they_are_told(result):
         axes.figure.canvas.draw()
     assert result.plot_scores().get_xlabel() == "metric calls"
     assert result.plot_delay().get_xscale() == result.plot_delay().get_yscale() == "log"
-    assert replace(result, steps=playbook_steps(3)[0]).plot_scores().get_ylabel() == "mean minibatch score"
+    assert replace(result, steps=BOOK).plot_scores().get_ylabel() == "mean minibatch score"
 
 
 def test_the_plot_of_the_delay_is_the_fit_s_own(result):
-    steps = steps_of(9)
+    steps = STEPS[:9]
     fit = steps[-1].fit
     axes = replace(result, steps=steps).plot_delay()
     lines = lines_of(axes)
@@ -305,7 +290,7 @@ def test_the_plot_of_the_delay_is_the_fit_s_own(result):
 
 
 def test_the_plot_of_a_tree(result):
-    shown = replace(result, steps=steps_of(5))
+    shown = replace(result, steps=STEPS[:5])
     assert shown.plot_tree().get_title().startswith("step 4, answer: n = 20, ")
     axes = shown.plot_tree(iteration=2, component="answer")
     assert [text.get_text() for text in axes.texts] == ["1.0", "1.1", "2.0"]
@@ -323,16 +308,8 @@ def test_what_a_plot_needs(result, name, monkeypatch):
         getattr(result, name)()
 
 
-def test_without_matplotlib_the_page_says_how_to_get_its_charts(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    page = html_page(steps_of(9))
-    assert "<svg role" not in page
-    assert "The charts need matplotlib: pip install 'dspy-combee[report]'" in text_of(page)
-    assert "Step 9" in text_of(page)
-
-
-def test_the_charts_take_nothing_from_the_user_s_style(monkeypatch):
-    page = html_page(steps_of(9))
+def test_the_charts_take_nothing_from_the_user_s_style():
+    page = html_page(STEPS[:9])
     with mpl.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.fonttype": "path"}):
-        assert html_page(steps_of(9)) == page
+        assert html_page(STEPS[:9]) == page
         assert mpl.rcParams["font.size"] == 30

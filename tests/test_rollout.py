@@ -1,12 +1,12 @@
-"""Map: rollouts in order whatever the program does, and a score of whatever the metric returns."""
+"""Map: rollouts in order whatever the program does, a score of whatever the metric returns, and reflection records."""
 
 import asyncio
+import contextvars
 import copy
 import decimal
 import fractions
-import logging
+import itertools
 import math
-import random
 import threading
 import weakref
 from typing import Any
@@ -17,9 +17,10 @@ import pytest
 from dspy import lm15
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 
-from dspy_combee import ProviderError, ThreadExecutor
+from dspy_combee import ProviderError, Rollout, ThreadExecutor
 from dspy_combee.calls.executors import Backoff
-from dspy_combee.rollouts.feedback import Scorer
+from dspy_combee.records.types import TraceStep
+from dspy_combee.rollouts.feedback import RecordMaker, Scorer
 from dspy_combee.rollouts.map import MapStage, ProgramCopier
 from dspy_combee.testing import ScriptedLM
 
@@ -43,47 +44,28 @@ def one(gold, pred, trace=None, pred_name=None, pred_trace=None):
     return 1.0
 
 
-def run(program, batch, *, metric=one, lm=None, num_threads=4, timeout=None, **scorer):
-    executor = ThreadExecutor(num_threads, QUICK)
+def run(program, batch, *, metric=one, lm=None, num_threads=4, executor=None, timeout=None, **scorer):
+    executor = executor or ThreadExecutor(num_threads, QUICK)
     stage = MapStage(ProgramCopier(program), Scorer(metric, **scorer), executor, timeout)
     with dspy.context(lm=lm or echo()):
         return stage.run([(program, batch)])
 
 
-# Programs -----------------------------------------------------------------------------------------------------
+def solver() -> Any:
+    return dspy.Predict("question -> answer")
 
 
-class Misbehaving(dspy.Module):
-    """Does to q2 what it is told; answers the others."""
+class Doing(dspy.Module):
+    """Asks its predictor, then does what it is told with the inputs."""
 
-    def __init__(self, misdeed) -> None:
+    def __init__(self, deed, only=None) -> None:
         super().__init__()
-        self.solve = dspy.Predict("question -> answer")
-        self.misdeed = misdeed
+        self.solve = solver()
+        self.deed, self.only = deed, only
 
     def forward(self, question, **more):
         prediction = self.solve(question=question)
-        return self.misdeed(self, **more) if question == "q2" else prediction
-
-
-def raise_key_error(program, **more):
-    raise KeyError("no such city")
-
-
-def raise_what_cannot_be_printed(program, **more):
-    raise UnprintableError
-
-
-def raise_cancelled(program, **more):
-    raise asyncio.CancelledError("by a tool")
-
-
-def return_nothing(program, **more):
-    return None
-
-
-def fail_inside_a_predictor(program, **more):
-    return program.solve(question=object.__new__(Unprintable))
+        return prediction if self.only not in (None, question) else self.deed(self, question=question, **more)
 
 
 class Unprintable:
@@ -97,16 +79,27 @@ class UnprintableError(Unprintable, Exception):
     pass
 
 
+def raising(error):
+    def raise_it(*given, **more):
+        raise error
+
+    return raise_it
+
+
+# Programs -----------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("num_threads", [1, 8])
 @pytest.mark.parametrize(
     ("misdeed", "reason", "steps"),
     [
-        (raise_key_error, "KeyError: 'no such city'", 1),
-        (raise_what_cannot_be_printed, "UnprintableError: <UnprintableError without a text: RuntimeError>", 1),
-        (raise_cancelled, "CancelledError: by a tool", 1),
-        (return_nothing, "the program returned nothing", 1),
-        (fail_inside_a_predictor, "RuntimeError: cannot be printed", 2),
+        (raising(KeyError("no such city")), "KeyError: 'no such city'", 1),
+        (raising(UnprintableError()), "UnprintableError: <UnprintableError without a text: RuntimeError>", 1),
+        (raising(asyncio.CancelledError("by a tool")), "CancelledError: by a tool", 1),
+        (lambda program, question: None, "the program returned nothing", 1),
+        (lambda program, question: program.solve(question=Unprintable()), "RuntimeError: cannot be printed", 2),
     ],
+    ids=["raises", "unprintable", "cancelled", "nothing", "in a predictor"],
 )
 def test_misbehaving_program_gives_five_results_in_order(misdeed, reason, steps, num_threads):
     scored = []
@@ -115,45 +108,35 @@ def test_misbehaving_program_gives_five_results_in_order(misdeed, reason, steps,
         scored.append(gold.question)
         return 1.0
 
-    rollouts = run(Misbehaving(misdeed), examples(5), metric=metric, num_threads=num_threads, failure_score=-1.0)
+    program = Doing(misdeed, only="q2")
+    rollouts = run(program, examples(5), metric=metric, num_threads=num_threads, failure_score=-1.0)
     assert [rollout.index for rollout in rollouts] == [0, 1, 2, 3, 4]
     assert [rollout.example.question for rollout in rollouts] == ["q0", "q1", "q2", "q3", "q4"]
     assert [rollout.score for rollout in rollouts] == [1.0, 1.0, -1.0, 1.0, 1.0]
     assert [rollout.error for rollout in rollouts] == [None, None, reason, None, None]
-    assert rollouts[2].prediction is None
-    assert rollouts[2].result is None
-    assert len(rollouts[2].trace) == steps
-    assert {step.name for step in rollouts[2].trace} == {"solve"}
+    assert (rollouts[2].prediction, rollouts[2].result) == (None, None)
+    assert [step.name for step in rollouts[2].trace] == ["solve"] * steps
     assert sorted(scored) == ["q0", "q1", "q3", "q4"], "a failed rollout is not scored by the metric"
+    if steps == 2:  # The call that failed stands in the trace with its own inputs.
+        failed = rollouts[2].trace[1]
+        assert failed.outputs is None
+        assert isinstance(failed.inputs["question"], Unprintable)
 
 
 @pytest.mark.parametrize("num_threads", [1, 8])
 def test_a_program_that_exits_ends_the_run(num_threads):
-    def leave(program, **more):
-        raise SystemExit(3)
-
     with pytest.raises(SystemExit, match="3"):
-        run(Misbehaving(leave), examples(5), num_threads=num_threads)
-
-
-def test_failed_call_stands_in_the_trace_with_its_own_inputs():
-    (*_, rollout), broken = run(Misbehaving(fail_inside_a_predictor), examples(3)), Unprintable
-    *_, failed = rollout.trace
-    assert failed.outputs is None
-    assert isinstance(failed.inputs["question"], broken)
+        run(Doing(raising(SystemExit(3)), only="q2"), examples(5), num_threads=num_threads)
 
 
 def test_half_the_fields_is_a_failed_rollout_with_the_raw_reply():
-    lm = ScriptedLM(
-        default=lambda prompt: {"first": "half"} if question_of(prompt) == "q2" else {"first": "a", "second": "b"}
-    )
+    whole = {"first": "a", "second": "b"}
+    lm = ScriptedLM(default=lambda prompt: {"first": "half"} if question_of(prompt) == "q2" else whole)
     rollouts = run(dspy.Predict("question -> first, second"), examples(5), lm=lm)
     assert [rollout.score for rollout in rollouts] == [1.0, 1.0, 0.0, 1.0, 1.0]
     assert rollouts[2].error.startswith("AdapterParseError: ")
     (step,) = rollouts[2].trace
-    assert step.name == "self"
-    assert step.inputs == {"question": "q2"}
-    assert isinstance(step.outputs, FailedPrediction)
+    assert (step.name, step.inputs) == ("self", {"question": "q2"})
     assert "half" in step.outputs.completion_text
 
 
@@ -177,109 +160,70 @@ class Wrapping(dspy.Module):
 
 @pytest.mark.parametrize("chained", [True, False])
 def test_call_that_failed_is_found_behind_another_error(chained):
-    lm = ScriptedLM(default={"first": "half"})
-    (rollout,) = run(Wrapping(chained), examples(1), lm=lm)
+    (rollout,) = run(Wrapping(chained), examples(1), lm=ScriptedLM(default={"first": "half"}))
     assert rollout.error == "LookupError: it went wrong"
     (step,) = rollout.trace
     assert step.name == "solve", "not its twin"
     assert isinstance(step.outputs, FailedPrediction)
 
 
-class Mutating(dspy.Module):
-    """Changes in place whatever it is given."""
+def test_program_that_mutates_its_inputs():
+    """Each run has its own, but for images and what cannot be copied."""
+    image, lock = dspy.Image("https://example.com/a.png"), threading.Lock()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.solve = dspy.Predict("question -> answer")
-
-    def forward(self, question, tags, nested, history):
+    def mutate(program, question, tags, nested, history, lock):
         tags.append("mine")
         nested["list"].append(len(nested["list"]))
+        seen = (tags[0], history.messages[0]["image"], lock)
         history.messages.append({"question": "mine", "answer": "mine"})
-        return dspy.Prediction(answer=self.solve(question=question).answer, tags=len(tags))
-
-
-def test_program_that_mutates_its_inputs():
-    history = dspy.History(messages=[{"question": "old", "answer": "old"}])
-    batch = examples(5, tags=["a"], nested={"list": []}, history=history)
-    for _ in range(2):
-        rollouts = run(Mutating(), batch)
-        assert [rollout.prediction.tags for rollout in rollouts] == [2] * 5
-    for example in batch:
-        assert (example.tags, example.nested) == (["a"], {"list": []})
-        assert len(example.history.messages) == 1
-
-
-def test_images_are_the_example_s_own_also_inside_containers():
-    image = dspy.Image("https://example.com/a.png")
-    seen = []
-
-    class Looking(dspy.Module):
-        def forward(self, question, images, history):
-            seen.append((images, images[0], history.messages[0]["image"]))
-            return dspy.Prediction(answer="x")
+        return dspy.Prediction(tags=len(tags), seen=seen)
 
     history = dspy.History(messages=[{"image": image}])
-    batch = examples(2, images=[image], history=history)
-    assert [rollout.error for rollout in run(Looking(), batch)] == [None, None]
-    for images, first, in_history in seen:
-        assert images is not batch[0].images
-        assert first is image
-        assert in_history is image
-
-
-def test_input_that_cannot_be_copied_is_shared():
-    lock = threading.Lock()
-
-    class Using(dspy.Module):
-        def forward(self, question, lock):
-            return dspy.Prediction(lock=lock)
-
-    (rollout,) = run(Using(), examples(1, lock=lock))
-    assert rollout.prediction.lock is lock
+    batch = examples(5, tags=[image], nested={"list": []}, history=history, lock=lock)
+    for _ in range(2):
+        rollouts = run(Doing(mutate), batch)
+        assert [rollout.prediction.tags for rollout in rollouts] == [2] * 5
+        for rollout in rollouts:
+            assert [id(value) for value in rollout.prediction.seen] == [id(image), id(image), id(lock)]
+    for example in batch:
+        assert (example.tags, example.nested) == ([image], {"list": []})
+        assert len(example.history.messages) == 1
 
 
 def test_example_without_inputs_is_an_error_not_a_score():
     with pytest.raises(ValueError, match="Inputs have not been set"):
-        run(dspy.Predict("question -> answer"), [dspy.Example(question="q0")])
+        run(solver(), [dspy.Example(question="q0")])
 
 
 @pytest.mark.parametrize("value", ["a text", 7, {"answer": "x"}])
 def test_program_may_return_what_it_likes(value):
-    class Returning(dspy.Module):
-        def forward(self, question):
-            return value
-
-    (rollout,) = run(Returning(), examples(1), metric=lambda gold, pred, *_: float(pred == value))
+    (rollout,) = run(Doing(lambda *_, **__: value), examples(1), metric=lambda gold, pred, *_: float(pred == value))
     assert (rollout.prediction, rollout.score) == (value, 1.0)
 
 
-# Traces -------------------------------------------------------------------------------------------------------
+# Traces and contexts ------------------------------------------------------------------------------------------
 
 
 class Nested(dspy.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.parts = [dspy.Predict("question -> answer"), dspy.ChainOfThought("question -> answer")]
-        self.by_name = {"last": dspy.Predict("question -> answer")}
-        self.frozen = dspy.Predict("question -> answer")
-        holder = dspy.Module()
-        holder.inner = self.frozen
-        holder._compiled = True
-        self.frozen = None
-        self.holder = holder
+        self.parts = [solver(), dspy.ChainOfThought("question -> answer")]
+        self.by_name = {"last": solver()}
+        self.holder = dspy.Module()
+        self.holder.inner = solver()
+        self.holder._compiled = True
 
     def forward(self, question):
-        fresh = dspy.Predict("question -> answer")
-        for predictor in (*self.parts, self.by_name["last"], self.holder.inner, fresh):
+        for predictor in (*self.parts, self.by_name["last"], self.holder.inner, solver()):
             prediction = predictor(question=question)
         return prediction
 
 
 @pytest.mark.parametrize("num_threads", [1, 16])
-def test_steps_carry_names(num_threads):
-    program = Nested()
-    rollouts = run(program, examples(16), num_threads=num_threads)
+def test_steps_carry_names_and_the_trace_is_whole_whatever_the_caller_configured(num_threads, caplog):
+    program, trace = Nested(), []
+    with dspy.context(max_trace_size=0, trace=trace):
+        rollouts = run(program, examples(16), num_threads=num_threads)
     for rollout in rollouts:
         names = [step.name for step in rollout.trace]
         assert names == ["parts[0]", "parts[1].predict", "by_name['last']", None, None]
@@ -288,133 +232,147 @@ def test_steps_carry_names(num_threads):
     named = [{id(step.predictor) for step in rollout.trace[:3]} for rollout in rollouts]
     assert all(ids == named[0] for ids in named), "a named step does not keep the copy that ran"
     assert not any(str(predictor.stage).startswith("dspy_combee") for predictor in program.predictors())
-
-
-def test_trace_is_whole_whatever_the_user_configured():
-    with dspy.context(max_trace_size=0):
-        (rollout,) = run(Nested(), examples(1))
-    assert len(rollout.trace) == 5
-
-
-def test_trace_of_the_caller_is_left_alone():
-    trace: list[Any] = []
-    with dspy.context(trace=trace):
-        run(Nested(), examples(2), num_threads=1)
-    assert trace == []
+    assert (trace, caplog.records) == ([], [])
 
 
 def test_calls_made_in_threads_of_the_program_are_in_its_trace():
-    class Parallel(dspy.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.solve = dspy.Predict("question -> answer")
+    def ask_three(program, question):
+        pairs = [(program.solve, {"question": f"{question}-{i}"}) for i in range(3)]
+        dspy.Parallel(num_threads=3, disable_progress_bar=True)(pairs)
+        return dspy.Prediction(answer=question)
 
-        def forward(self, question):
-            pairs = [(self.solve, {"question": f"{question}-{i}"}) for i in range(3)]
-            dspy.Parallel(num_threads=3, disable_progress_bar=True)(pairs)
-            return dspy.Prediction(answer=question)
-
-    for rollout in run(Parallel(), examples(4)):
-        assert [step.name for step in rollout.trace] == ["solve"] * 3
+    for rollout in run(Doing(ask_three), examples(4)):
+        assert [step.name for step in rollout.trace] == ["solve"] * 4
         asked = sorted(step.inputs["question"] for step in rollout.trace)
-        assert asked == [f"{rollout.example.question}-{i}" for i in range(3)]
+        question = rollout.example.question
+        assert asked == [question, *(f"{question}-{i}" for i in range(3))]
 
 
-def test_timed_out_rollout_keeps_the_calls_that_ended():
-    go_on = threading.Event()
+class OutOfPatience(ThreadExecutor):
+    """Gives up an item as soon as it stalls, and waits for its late end."""
 
-    class Stalling(dspy.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.solve = dspy.Predict("question -> answer")
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.stalls, self.go_on = threading.Event(), threading.Event()
 
-        def forward(self, question):
-            prediction = self.solve(question=question)
-            if question == "q1":
-                go_on.wait(60)
-            return prediction
+    def stall(self, *given, **inputs):
+        self.stalls.set()
+        assert self.go_on.wait(60)
+        return {"answer": "late"}
 
-    try:
-        rollouts = run(Stalling(), examples(3), timeout=2.0, failure_score=-1.0)
-    finally:
-        go_on.set()
-    assert [rollout.score for rollout in rollouts] == [1.0, -1.0, 1.0]
-    assert rollouts[1].error == "the rollout took longer than 2 seconds"
-    assert [step.name for step in rollouts[1].trace] == ["solve"]
-    assert rollouts[1].prediction is None
+    def map(self, function, items, *, timeout=None, on_timeout=None):
+        (item,) = items
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(function, item))
+        thread.start()
+        assert self.stalls.wait(60)
+        given_up = on_timeout(item)
+        self.go_on.set()
+        thread.join()
+        return [given_up]
+
+
+@pytest.mark.parametrize("inside", ["the program", "the model"])
+def test_timed_out_rollout_keeps_its_calls_and_is_not_scored(inside):
+    executor, scored = OutOfPatience(), []
+    program = Doing(executor.stall) if inside == "the program" else Doing(lambda *_, **__: 1)
+    lm = ScriptedLM(default=executor.stall) if inside == "the model" else None
+    options = {"timeout": 2, "failure_score": -1.0, "metric": lambda *given: scored.append(given)}
+    (rollout,) = run(program, examples(1), executor=executor, lm=lm, **options)
+    assert (rollout.score, rollout.prediction, rollout.seconds) == (-1.0, None, 2)
+    assert rollout.error == "the rollout took longer than 2 seconds"
+    (step,) = rollout.trace
+    assert (step.name, step.inputs, step.outputs is None) == ("solve", {"question": "q0"}, inside == "the model")
+    assert rollout.usage.calls == (inside == "the program")
+    assert scored == []
+
+
+class Callback(dspy.utils.callback.BaseCallback):
+    def __init__(self) -> None:
+        self.started: list[str] = []
+
+    def on_module_start(self, call_id, instance, inputs):
+        self.started.append(type(instance).__name__)
+
+    def on_lm_start(self, call_id, instance, inputs):
+        self.started.append("LM")
+
+
+@pytest.mark.parametrize("num_threads", [1, 16])
+def test_callbacks_and_usage_tracking_of_the_caller_hold_inside(num_threads):
+    callback, program = Callback(), dspy.ChainOfThought("question -> answer")
+    with dspy.context(callbacks=[callback], track_usage=True):
+        rollouts = run(program, examples(32), num_threads=num_threads)
+    assert sorted(callback.started) == ["ChainOfThought"] * 32 + ["LM"] * 32 + ["Predict"] * 32
+    for rollout in rollouts:
+        (usage,) = rollout.prediction.get_lm_usage().values()
+        assert usage["prompt_tokens"] == rollout.usage.input_tokens > 0
+        assert rollout.usage.calls == 1
+    with dspy.track_usage() as tracker:
+        rollouts = run(program, examples(32), num_threads=num_threads)
+    (usage,) = tracker.get_total_tokens().values()
+    assert usage["prompt_tokens"] == sum(rollout.usage.input_tokens for rollout in rollouts)
+
+
+def test_several_programs_are_one_map():
+    programs = [dspy.Predict(dspy.Signature("question -> answer", f"version {i}")) for i in range(3)]
+    stage = MapStage(ProgramCopier(programs[0]), Scorer(one), ThreadExecutor(16))
+    with dspy.context(lm=echo()):
+        rollouts = stage.run([(program, examples(8)) for program in programs])
+    versions = [rollout.trace[0].predictor.signature.instructions for rollout in rollouts]
+    assert versions == [f"version {i}" for i in range(3) for _ in range(8)]
+    assert [rollout.index for rollout in rollouts] == [*range(8)] * 3
 
 
 # Copies -------------------------------------------------------------------------------------------------------
 
 
-def test_copies_share_lms_and_what_cannot_be_copied():
+def test_copies_share_lms_and_what_cannot_be_copied(caplog):
     class Holding(dspy.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.solve = dspy.Predict("question -> answer")
+            self.solve = solver()
+            self.again = self.solve
             self.solve.lm = dspy.LM("openai/some-model", api_key="none")
             self.lms = {"judges": [dspy.LM("openai/judge", api_key="none")]}
             self.lock = threading.Lock()
-            self.mixed = [dspy.Predict("question -> answer"), threading.Lock(), {"state": []}]
+            self.mixed = [solver(), threading.Lock(), {"state": []}]
             self.array = np.zeros(3)
             self.index = np.zeros(2_000_000)
 
     program = Holding()
-    new = ProgramCopier(program).copy(program)
+    copier = ProgramCopier(program)
+    program.new_lock = threading.Lock()
+    new = copier.copy(program)
     assert new.solve is not program.solve
+    assert new.again is new.solve, "what was one object is one object"
     assert new.solve.lm is program.solve.lm
     assert new.lms["judges"][0] is program.lms["judges"][0]
     assert new.lms is not program.lms
-    assert new.lock is program.lock
+    assert (new.lock, new.new_lock, new.mixed[1]) == (program.lock, program.new_lock, program.mixed[1])
     assert new.mixed[0] is not program.mixed[0]
-    assert new.mixed[1] is program.mixed[1]
     assert new.mixed[2]["state"] is not program.mixed[2]["state"]
     assert new.array is not program.array
     assert new.index is program.index, "an array of 16 MB is not copied for each run"
-
-
-def test_copying_what_changed_since(caplog):
-    program = Misbehaving(return_nothing)
-    program.again = program.solve
-    copier = ProgramCopier(program)
-    program.lock = threading.Lock()
-    new = copier.copy(program)
-    assert new.lock is program.lock
-    assert new.solve is not program.solve
-    assert new.again is new.solve, "what was one object is one object"
     assert caplog.records == []
 
 
 def test_long_history_is_not_copied():
-    copies = []
-
-    class Entry:
-        def __deepcopy__(self, memo):
-            copies.append(self)
-            return self
-
-    program = dspy.Predict("question -> answer")
-    program.history = [Entry()]
-    new = ProgramCopier(program).copy(program)
-    assert new.history == []
-    assert copies == []
+    program = solver()
+    program.history = [raising(AssertionError("copied"))]
+    program.history[0].__deepcopy__ = program.history[0]
+    assert ProgramCopier(program).copy(program).history == []
 
 
 def test_copies_are_freed_when_their_rollout_ends():
     made: list[Any] = []
     alive: list[int] = []
 
-    class Watched(dspy.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.solve = dspy.Predict("question -> answer")
+    def watch(program, question):
+        alive.append(sum(reference() is not None for reference in made))
+        made.append(weakref.ref(program.solve))
+        return dspy.Prediction(answer=question)
 
-        def forward(self, question):
-            alive.append(sum(reference() is not None for reference in made))
-            made.append(weakref.ref(self.solve))
-            return self.solve(question=question)
-
-    rollouts = run(Watched(), examples(8), num_threads=1)
+    rollouts = run(Doing(watch), examples(8), num_threads=1)
     assert [rollout.error for rollout in rollouts] == [None] * 8
     assert alive == [0] * 8
 
@@ -422,12 +380,10 @@ def test_copies_are_freed_when_their_rollout_ends():
 # Scores -------------------------------------------------------------------------------------------------------
 
 
-def score(result, caplog, **options):
+def score(result, caplog, count=3, **options):
     """The score of a metric's result, and the warnings."""
     caplog.clear()
-    rollouts = run(
-        dspy.Predict("question -> answer"), examples(3), metric=lambda *_: result, failure_score=-9.0, **options
-    )
+    rollouts = run(solver(), examples(count), metric=lambda *_: result, failure_score=-9.0, **options)
     (value,) = {rollout.score for rollout in rollouts}
     assert type(value) is float
     return value, [record.getMessage() for record in caplog.records]
@@ -436,15 +392,10 @@ def score(result, caplog, **options):
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
-        (0.0, 0.0),
-        (0, 0.0),
-        (7, 7.0),
-        (-3.5, -3.5),
-        (True, 1.0),
-        (False, 0.0),
-        (np.float32(0.5), 0.5),
-        (np.int64(1), 1.0),
-        (np.bool_(True), 1.0),
+        *(
+            (value, float(value))
+            for value in (0.0, 0, 7, -3.5, True, False, np.float32(0.5), np.int64(1), np.bool_(True))
+        ),
         (np.array(0.25), 0.25),
         (fractions.Fraction(1, 4), 0.25),
         (decimal.Decimal("0.5"), 0.5),
@@ -459,45 +410,33 @@ def test_metric_values_with_a_plain_meaning(result, expected, caplog):
     assert score(result, caplog) == (expected, [])
 
 
+NOT_FINITE = "which is not a finite number"
+
+
 @pytest.mark.parametrize(
     ("result", "said"),
     [
-        (None, "returned None instead of a number"),
-        (math.nan, "nan, which is not a finite number"),
-        (math.inf, "inf, which is not a finite number"),
-        (-math.inf, "-inf, which is not a finite number"),
-        (np.float64("nan"), "which is not a finite number"),
-        ("1.0", "returned '1.0' instead of a number"),
-        (b"1", "returned b'1' instead of a number"),
-        ([1.0], "returned [1.0] instead of a number"),
-        (np.zeros(3), "which is not a finite number"),
-        (1j, "1j, which is not a finite number"),
-        (10**400, "which is not a finite number"),
-        ({}, "returned None instead of a number"),
-        ({"feedback": "f"}, "returned None instead of a number"),
-        (dspy.Prediction(score=None), "returned None instead of a number"),
-        (dspy.Prediction(answer="x"), "returned None instead of a number"),
-        ({"score": "high"}, "returned 'high' instead of a number"),
-        pytest.param(
-            Unprintable(), "returned <Unprintable without a text: RuntimeError> instead of a number", id="unprintable"
+        *((value, f"returned {value}, {NOT_FINITE}") for value in (math.nan, math.inf, -math.inf, 1j)),
+        *((value, NOT_FINITE) for value in (np.float64("nan"), np.zeros(3), 10**400)),
+        *((value, f"returned {value!r} instead of a number") for value in (None, "1.0", b"1", [1.0])),
+        *(
+            (value, "returned None instead of a number")
+            for value in ({}, {"feedback": "f"}, dspy.Prediction(answer="x"))
         ),
+        ({"score": "high"}, "returned 'high' instead of a number"),
+        pytest.param(Unprintable(), "returned <Unprintable without a text: RuntimeError> instead", id="unprintable"),
     ],
-    ids=repr,
+    ids=lambda value: repr(value)[:40],
 )
 def test_metric_values_without_one_get_the_failure_score_and_one_warning(result, said, caplog):
-    value, (warning,) = score(result, caplog, num_threads=8)
+    value, (warning,) = score(result, caplog, count=50, num_threads=32)
     assert value == -9.0
     assert said in warning
     assert "failure_score=-9" in warning
 
 
 def test_scores_above_the_perfect_one_stand_and_are_warned_of_once(caplog):
-    rollouts = run(
-        dspy.Predict("question -> answer"),
-        examples(11),
-        metric=lambda gold, *_: int(gold.question[1:]),
-        perfect_score=1.0,
-    )
+    rollouts = run(solver(), examples(11), metric=lambda gold, *_: int(gold.question[1:]), perfect_score=1.0)
     assert [rollout.score for rollout in rollouts] == list(range(11))
     (record,) = caplog.records
     assert "above perfect_score=1" in record.getMessage()
@@ -518,25 +457,20 @@ def test_metric_that_raises_on_one_example(error, said, caplog):
             raise error
         return -1.0
 
-    rollouts = run(dspy.Predict("question -> answer"), examples(5), metric=metric, failure_score=-7.0)
+    rollouts = run(solver(), examples(5), metric=metric, failure_score=-7.0)
     assert [rollout.score for rollout in rollouts] == [-1.0, -1.0, -7.0, -1.0, -1.0]
     assert [rollout.error for rollout in rollouts] == [None] * 5, "the program did nothing wrong"
     (record,) = caplog.records
     assert said in record.getMessage()
 
 
-def test_objective_scores(caplog):
-    result = {"score": 1.0, "objective_scores": {"brief": np.float32(0.5), "kind": None}}
-    rollouts = run(dspy.Predict("question -> answer"), examples(2), metric=lambda *_: result)
-    assert [rollout.objective_scores for rollout in rollouts] == [{"brief": 0.5, "kind": 0.0}] * 2
-    odd = {"score": 1.0, "objective_scores": [1, 2]}
-    assert run(dspy.Predict("question -> answer"), examples(1), metric=lambda *_: odd)[0].objective_scores == {}
-
-
-def test_warnings_of_many_threads_come_once(caplog):
-    batch = examples(200)
-    run(dspy.Predict("question -> answer"), batch, metric=lambda *_: None, num_threads=32)
-    assert len(caplog.records) == 1
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({"brief": np.float32(0.5), "kind": None}, {"brief": 0.5, "kind": 0.0}), ([1, 2], {}), (None, {})],
+)
+def test_objective_scores(given, expected):
+    rollouts = run(solver(), examples(2), metric=lambda *_: {"score": 1.0, "objective_scores": given})
+    assert [rollout.objective_scores for rollout in rollouts] == [expected] * 2
 
 
 # Providers ----------------------------------------------------------------------------------------------------
@@ -547,7 +481,7 @@ class Judging(dspy.Module):
 
     def __init__(self, wrap: str) -> None:
         super().__init__()
-        self.solve = dspy.Predict("question -> answer")
+        self.solve = solver()
         self.wrap = wrap
 
     def forward(self, question):
@@ -561,18 +495,19 @@ class Judging(dspy.Module):
             raise
 
 
-PROVIDER_ERRORS = [
-    (lm15.AuthError("bad key"), False),
-    (lm15.BillingError("no money"), False),
-    (lm15.RateLimitError("slow down"), True),
-    (lm15.TransportError("no network"), True),
-    (ConnectionError("refused"), True),
-    (TimeoutError("too slow"), True),
-    (lm15.ServerError("503"), True),
-]
-
-
-@pytest.mark.parametrize(("error", "transient"), PROVIDER_ERRORS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    ("error", "transient"),
+    [
+        (lm15.AuthError("bad key"), False),
+        (lm15.BillingError("no money"), False),
+        (lm15.RateLimitError("slow down"), True),
+        (lm15.TransportError("no network"), True),
+        (ConnectionError("refused"), True),
+        (TimeoutError("too slow"), True),
+        (lm15.ServerError("503"), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 @pytest.mark.parametrize("wrap", ["no", "from", "during"])
 def test_provider_error_is_no_score(error, transient, wrap):
     lm = ScriptedLM(default=lambda prompt: error if question_of(prompt) == "q2" else {"answer": "x"})
@@ -585,21 +520,14 @@ def test_provider_error_is_no_score(error, transient, wrap):
     assert len(scored) == 2
 
 
-def test_provider_error_of_a_metric_is_no_score():
-    judge = ScriptedLM(default=lm15.AuthError("bad key"))
-
-    def metric(gold, pred, *_):
-        with dspy.context(lm=judge):
-            dspy.Predict("question -> verdict")(question="fine?")
-
-    with pytest.raises(ProviderError, match="bad key"):
-        run(dspy.Predict("question -> answer"), examples(2), metric=metric)
+def test_a_missing_lm_stops_the_run_with_what_dspy_says():
+    with pytest.raises(ProviderError, match="No LM is loaded"):
+        MapStage(ProgramCopier(solver()), Scorer(one), ThreadExecutor(1)).run([(solver(), examples(1))])
 
 
 @pytest.mark.parametrize("kind", [lm15.InvalidRequestError, lm15.ContextLengthError])
 def test_refused_request_is_the_program_s_failure(kind):
-    lm = ScriptedLM(default=kind("this cannot be done"))
-    (rollout,) = run(dspy.Predict("question -> answer"), examples(1), lm=lm)
+    (rollout,) = run(solver(), examples(1), lm=ScriptedLM(default=kind("this cannot be done")))
     assert rollout.score == 0.0
     assert "this cannot be done" in rollout.error
     assert [(step.name, step.outputs) for step in rollout.trace] == [("self", None)]
@@ -623,118 +551,264 @@ def test_trouble_that_the_program_got_over_is_none():
     assert rollout.error.startswith("AdapterParseError"), "a reply came: the provider is not to blame"
 
 
-# Contexts -----------------------------------------------------------------------------------------------------
+# Reflection records -------------------------------------------------------------------------------------------
+
+PREDICTOR = solver()
 
 
-def test_caller_s_context_holds_inside():
-    lms = {name: echo() for name in ("inner", "outer")}
-
-    class Asking(dspy.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.solve = dspy.Predict("question -> answer")
-
-        def forward(self, question):
-            return dspy.Prediction(lm=dspy.settings.lm, answer=self.solve(question=question).answer)
-
-    for name, lm in lms.items():
-        with dspy.context(lm=lms["outer"]):
-            rollouts = run(Asking(), examples(64), lm=lm, num_threads=32)
-        assert {id(rollout.prediction.lm) for rollout in rollouts} == {id(lms[name])}
-    assert {name: len(lm.calls) for name, lm in lms.items()} == {"inner": 64, "outer": 64}
+def step(inputs, outputs, name="solve") -> TraceStep:
+    return TraceStep(name, PREDICTOR, inputs, dspy.Prediction(**outputs) if isinstance(outputs, dict) else outputs)
 
 
-class Callback(dspy.utils.callback.BaseCallback):
-    def __init__(self) -> None:
-        self.started: list[str] = []
-
-    def on_module_start(self, call_id, instance, inputs):
-        self.started.append(type(instance).__name__)
-
-    def on_lm_start(self, call_id, instance, inputs):
-        self.started.append("LM")
+def rollout_of(*steps, index=0, score=0.5, error=None) -> Rollout:
+    example = dspy.Example(question=f"q{index}", answer="gold").with_inputs("question")
+    prediction = None if error else dspy.Prediction(answer=f"a{index}")
+    return Rollout(index, example, prediction, steps, score, score, error=error)
 
 
-def test_callbacks_fire():
-    callback = Callback()
-    with dspy.context(callbacks=[callback]):
-        run(dspy.ChainOfThought("question -> answer"), examples(8))
-    assert sorted(callback.started) == ["ChainOfThought"] * 8 + ["LM"] * 8 + ["Predict"] * 8
+def call(index=0, name="solve") -> TraceStep:
+    return step({"question": f"q{index}"}, {"answer": f"a{index}"}, name)
 
 
-def test_usage_of_each_prediction():
-    with dspy.context(track_usage=True):
-        rollouts = run(dspy.ChainOfThought("question -> answer"), examples(4))
-    for rollout in rollouts:
-        (usage,) = rollout.prediction.get_lm_usage().values()
-        assert usage["prompt_tokens"] == rollout.usage.input_tokens > 0
-        assert rollout.usage.calls == 1
+def half(gold, pred, trace, pred_name, pred_trace):
+    return dspy.Prediction(score=0.5, feedback=f"{pred_name}: {len(trace)} calls, want {gold.answer}")
 
 
-@pytest.mark.parametrize("num_threads", [1, 16])
-def test_track_usage_around_it_sees_every_rollout(num_threads):
-    with dspy.track_usage() as tracker:
-        rollouts = run(dspy.ChainOfThought("question -> answer"), examples(32), num_threads=num_threads)
-    (usage,) = tracker.get_total_tokens().values()
-    assert usage["prompt_tokens"] == sum(rollout.usage.input_tokens for rollout in rollouts)
+def maker_of(metric=half, keep_unparsed=True, warn_of_mismatch=True):
+    return RecordMaker(Scorer(metric), ThreadExecutor(4, QUICK), keep_unparsed, warn_of_mismatch)
 
 
-def test_async_program_in_a_running_loop_keeps_the_context():
-    class OnlyAsync(dspy.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.solve = dspy.Predict("question -> answer")
-
-        async def aforward(self, question):
-            await asyncio.sleep(0)
-            return await self.solve.acall(question=question)
-
-    async def main(num_threads):
-        return run(OnlyAsync(), examples(9), num_threads=num_threads)
-
-    for num_threads in (1, 8):
-        rollouts = asyncio.run(main(num_threads))
-        assert [rollout.prediction.answer for rollout in rollouts] == [f"q{i}" for i in range(9)]
-        assert [[step.name for step in rollout.trace] for rollout in rollouts] == [["solve"]] * 9
+def records(*rollouts, **options) -> list[Any]:
+    return maker_of(**options).records(rollouts, ["solve"])["solve"]
 
 
-def test_tool_with_a_lock():
-    lock, order = threading.Lock(), []
-
-    def tool(word: str) -> str:
-        """Note a word."""
-        with lock:
-            order.append(("in", word))
-            order.append(("out", word))
-        return word
-
-    class Using(dspy.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tools = [dspy.Tool(tool)]
-
-        def forward(self, question):
-            return dspy.Prediction(answer=self.tools[0](word=question))
-
-    for num_threads in (1, 32):
-        order.clear()
-        rollouts = run(Using(), examples(64), num_threads=num_threads)
-        assert [rollout.prediction.answer for rollout in rollouts] == [f"q{i}" for i in range(64)]
-        assert all(order[i][1] == order[i + 1][1] for i in range(0, len(order), 2))
-
-
-def test_several_programs_are_one_map():
-    lm = ScriptedLM(default={"answer": "x"}, latency=lambda prompt, rng: random.uniform(0, 0.002))
-    programs = [dspy.Predict(dspy.Signature("question -> answer", f"version {i}")) for i in range(3)]
-    stage = MapStage(ProgramCopier(programs[0]), Scorer(one), ThreadExecutor(16))
-    with dspy.context(lm=lm):
-        rollouts = stage.run([(program, examples(8)) for program in programs])
-    versions = [rollout.trace[0].predictor.signature.instructions for rollout in rollouts]
-    assert versions == [f"version {i}" for i in range(3) for _ in range(8)]
-    assert [rollout.index for rollout in rollouts] == [*range(8)] * 3
-
-
-def test_nothing_is_logged_when_all_is_well(caplog):
-    caplog.set_level(logging.WARNING)
-    run(Nested(), examples(8))
+def test_one_record_for_each_rollout_that_reached_the_component(caplog):
+    both = rollout_of(call(0), call(0, "other"), index=0)
+    rollouts = [both, rollout_of(call(1, "other"), index=1), rollout_of(index=2), rollout_of(call(3), index=3)]
+    maker = maker_of()
+    made = maker.records(rollouts, ["solve", "other", "nobody"])
+    sources = {name: [record.source for record in some] for name, some in made.items()}
+    assert sources == {"solve": [0, 3], "other": [0, 1], "nobody": []}
+    shown = {
+        "Inputs": {"question": "q0"},
+        "Generated Outputs": {"answer": "a0"},
+        "Feedback": "solve: 2 calls, want gold",
+    }
+    assert made["solve"][0] == shown
+    assert list(made["solve"][0]) == list(shown)
+    assert maker.take_feedback_calls()[0] == 4
+    assert maker.take_feedback_calls()[0] == 0
     assert caplog.records == []
+
+
+def test_inputs_and_outputs_keep_their_types_and_identity_and_the_first_history_is_the_context():
+    image, array = dspy.Image("https://example.com/a.png"), np.zeros(2)
+    first, second = dspy.History(messages=[{"a": 1}]), dspy.History(messages=[])
+    inputs = {"image": image, "images": [image], "array": array, "one": first, "two": second}
+    (record,) = records(rollout_of(step(inputs, {"array": array})))
+    assert list(record["Inputs"]) == ["Context", "image", "images", "array", "two"]
+    assert record["Inputs"]["Context"] is first
+    assert all(record["Inputs"][name] is inputs[name] for name in ("image", "images", "array", "two"))
+    assert record["Generated Outputs"]["array"] is array
+    (record,) = records(rollout_of(step({"one": first, "Context": "mine"}, {"answer": "a"})))
+    assert record["Inputs"] == {"one": first, "Context": "mine"}, "no input of that name is lost"
+
+
+def test_metric_is_given_the_trace_and_the_call():
+    given = []
+    made = rollout_of(call(0, "first"), call(0))
+    records(made, metric=lambda *arguments: given.append(arguments) or 0.5)
+    ((gold, pred, trace, name, own_trace),) = given
+    assert (gold, pred, name) == (made.example, made.prediction, "solve")
+    assert [inputs for _, inputs, _ in trace] == [{"question": "q0"}] * 2
+    assert own_trace == [(PREDICTOR, {"question": "q0"}, made.trace[1].outputs)]
+
+
+@pytest.mark.parametrize(
+    ("result", "feedback"),
+    [
+        *((score, f"This trajectory got a score of {score}.") for score in (0.5, 0.0, 0, False)),
+        *((made, "This trajectory got a score of 0.5.") for made in ({"score": 0.5}, dspy.Prediction(score=0.5))),
+        *(({"score": 0.5, "feedback": text}, text) for text in ("do better", "")),
+        *((dspy.Prediction(score=0.5, feedback=text), text) for text in ("do better", "")),
+        ({"score": 0.5, "feedback": None}, "This trajectory got a score of 0.5."),
+        (dspy.Prediction(score=0.5, feedback=["a", "b"]), "['a', 'b']"),
+        pytest.param({"score": 0.5, "feedback": Unprintable()}, "<Unprintable without a text: RuntimeError>", id="odd"),
+    ],
+    ids=repr,
+)
+def test_feedback(result, feedback, caplog):
+    score = result if isinstance(result, int | float) else 0.5
+    (record,) = records(rollout_of(call(), score=score), metric=lambda *_: result)
+    assert record["Feedback"] == feedback
+    assert caplog.records == []
+
+
+def test_metric_that_disagrees_with_itself_is_warned_of_once_and_the_score_stands(caplog):
+    numbers = itertools.count()
+    rollouts = [rollout_of(call(i), index=i) for i in range(20)]
+    for warns in (False, True):
+        assert caplog.records == []
+        made = records(*rollouts, metric=lambda *_: 1.0 + next(numbers), warn_of_mismatch=warns)
+        assert {record["Feedback"] for record in made} == {"This trajectory got a score of 0.5."}
+    (record,) = caplog.records
+    assert "The score that it gave to the whole rollout stands" in record.getMessage()
+    assert "warn_on_score_mismatch=False" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "result", [None, math.nan, "great", LookupError("no such word"), asyncio.CancelledError("x")], ids=repr
+)
+def test_metric_that_fails_at_feedback_time_is_warned_of_once(result, caplog):
+    def metric(gold, *given):
+        if gold.question not in ("q1", "q2"):
+            return half(gold, *given)
+        return raising(result)() if isinstance(result, BaseException) else result
+
+    made = records(*(rollout_of(call(i), index=i, score=0.0 if i in (1, 2) else 0.5) for i in range(4)), metric=metric)
+    fine, alone = "solve: 1 calls, want gold", "This trajectory got a score of 0.0."
+    assert [record["Feedback"] for record in made] == [fine, alone, alone, fine]
+    (record,) = caplog.records
+    if isinstance(result, BaseException):
+        assert f"The metric raised {type(result).__name__}: {result}" in record.getMessage()
+
+
+@pytest.mark.parametrize("error", [dspy.LMAuthError("bad key"), dspy.LMTransportError("gone")], ids=repr)
+def test_provider_error_of_a_judge_stops_the_run(error):
+    with pytest.raises(ProviderError):
+        records(rollout_of(call()), metric=raising(error))
+    with pytest.raises(ProviderError):
+        run(solver(), examples(2), metric=raising(error))
+
+
+UNPARSED = FailedPrediction("gibberish")
+
+
+@pytest.mark.parametrize(
+    ("steps", "error", "outputs", "feedback", "num_earlier", "kept"),
+    [
+        (
+            [call()],
+            "KeyError: 'city'",
+            {"answer": "a0"},
+            "The program failed on this example: KeyError: 'city'",
+            0,
+            True,
+        ),
+        (
+            [step({}, None)],
+            "Lost: x",
+            "None: the call did not end.",
+            "The program failed on this example: Lost: x",
+            0,
+            True,
+        ),
+        (
+            [call(), step({}, UNPARSED)],
+            "x",
+            "```\ngibberish\n```",
+            "Your output failed to parse. Follow this str",
+            1,
+            False,
+        ),
+        (
+            [call(), step({}, UNPARSED, "other")],
+            "x",
+            {"answer": "a0"},
+            "The program failed on this example: x",
+            0,
+            False,
+        ),
+    ],
+    ids=["raised", "call raised", "unparsed", "other unparsed"],
+)
+def test_record_of_a_failed_program_says_why(steps, error, outputs, feedback, num_earlier, kept):
+    failed = rollout_of(*steps, error=error, score=0.0)
+    (record,) = records(failed, metric=raising(AssertionError("asked")))
+    shown = record["Generated Outputs"]
+    assert outputs in shown if isinstance(outputs, str) else outputs == shown
+    assert record["Feedback"].startswith(feedback)
+    assert ("[[ ## answer ## ]]" in record["Feedback"]) == feedback.startswith("Your")
+    assert len(record.get("Earlier Calls", [])) == num_earlier
+    assert len(records(failed, keep_unparsed=False)) == kept
+
+
+# Several calls in one rollout ---------------------------------------------------------------------------------
+
+
+def agent_steps(turns: int, first: str = ""):
+    transcript = first
+    for turn in range(turns):
+        said = {"thought": f"I think\nof {turn}", "tool": "search", "arguments": {"query": turn}}
+        yield step({"question": "q", "trajectory": transcript}, said)
+        entry = f"[[ ## thought ## ]]\n{said['thought']}\n\n[[ ## tool ## ]]\nsearch\n\n[[ ## found ## ]]\nit"
+        transcript += f"\n\n{entry}" if transcript else entry
+
+
+def drafts(critique):
+    judged = step({"topic": "t", "draft": "draft 1"}, {"critique": critique}, "critic")
+    last = step({"topic": "t", "critique": critique}, {"draft": "draft 2"})
+    return [step({"topic": "t", "critique": ""}, {"draft": "draft 1"}), judged, last]
+
+
+def history(*messages):
+    return dspy.History(messages=list(messages))
+
+
+def conversation(turns):
+    said = [{"question": f"question {turn}", "answer": f"answer {turn}"} for turn in range(turns)]
+    return [
+        step({"question": m["question"], "history": history(*said[:i])}, {"answer": m["answer"]})
+        for i, m in enumerate(said)
+    ]
+
+
+def history_in_place(turns):
+    grown = history()
+    for turn in range(turns):
+        first = {"question": "q"} if turn == 0 else {}
+        grown.messages.append({**first, "thought": f"thought {turn}", "seen": "it"})
+        yield step({**first, "history": grown}, {"thought": f"thought {turn}"})
+
+
+LINES = ["Thought: start"] + [line for turn in range(4) for line in (f"Thought: turn {turn}", "Seen: it")]
+EVENTS = [event for turn in range(4) for event in ({"action": f"go {turn}", "seen": "it"}, "a remark")]
+FINAL = step({"topic": "t", "draft": "draft 1", "critique": "too long"}, {"draft": "draft 2"})
+ONES = {"array": np.ones(3), "text": "ab"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "shown"),
+    [
+        # They stay: nothing repeats them.
+        ([step({"question": "q"}, {"answer": f"sample {i}"}) for i in range(3)], 2),
+        ([step({"question": "q", "passages": ["It is Paris.", "Paris"]}, {"answer": "Paris"}) for _ in range(3)], 2),
+        *((drafts(critique), 1) for critique in ("too long", "draft 1 is too long", "critique of draft 1")),
+        ([step({"topic": "t"}, {"draft": "draft 1"}), FINAL], 1),
+        ([step({"topic": "t", "draft": "", "critique": ""}, {"draft": "draft 1"}), FINAL], 1),
+        (
+            [
+                *conversation(1),
+                step({"question": "x", "history": history({"question": "question 0", "answer": "edited"})}, {}),
+            ],
+            1,
+        ),
+        ([step({"array": np.zeros(3), "text": "a"}, {"answer": "x"}), step(ONES, {"answer": "y"})], 1),
+        # A transcript that grows is shown once.
+        (list(agent_steps(5)), 0),
+        (list(agent_steps(5, "Earlier: nothing.")), 0),
+        ([*agent_steps(3, "Task one."), *agent_steps(3, "Task two.")], 1),
+        ([step({"q": "q", "log": "\n".join(LINES[: 1 + 2 * i])}, {"thought": f"turn {i}"}) for i in range(4)], 0),
+        ([step({"question": "q", "events": EVENTS[: 2 * i]}, {"action": f"go {i}"}) for i in range(4)], 0),
+        (conversation(4), 0),
+        (list(history_in_place(3)), 0),
+    ],
+)
+def test_calls_that_a_later_one_repeats_are_shown_once(steps, shown):
+    (record,) = records(rollout_of(*steps))
+    own = [step for step in steps if step.name == "solve"]
+    assert set(map(id, record["Inputs"].values())) == set(map(id, own[-1].inputs.values()))
+    earlier = record.get("Earlier Calls", [])
+    assert len(earlier) == shown
+    if any("Task one." in str(step.inputs) for step in steps):
+        assert earlier[0]["Generated Outputs"]["thought"] == "I think\nof 2", "the last call of the first task"

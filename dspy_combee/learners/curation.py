@@ -1,7 +1,7 @@
-"""The curator: from the reflections of a group to deltas, and from several lists of deltas to one.
+"""The curator's calls: from the reflections of a group to deltas, and from several lists of deltas to one.
 
-These are the calls of the Reduce tree (paper, section 3.1; ACE's role of that name). A merge call sees the deltas
-only as far as they get in each other's way. Items of a reply that are not valid are refused one by one, with the
+They are the calls of the Reduce tree (paper, section 3.1; ACE's role of that name). A merge call is shown only deltas
+that get in each other's way. Items of a reply that are not valid are refused one by one, with the
 reason; they do not spoil the others.
 """
 
@@ -19,23 +19,25 @@ from dspy_combee.calls.lm_calls import LMCallResult, UsageMeter
 from dspy_combee.calls.structured import AsGiven, ask
 from dspy_combee.learners.delta_merge import (
     DecisionReader,
-    Relation,
     covering_bullets,
     find_relations,
     has_rival_updates,
     unite_deltas,
 )
-from dspy_combee.playbook import Playbook
-from dspy_combee.playbook.bullets import PlaybookError
-from dspy_combee.playbook.deltas import Batch, Delta, Refused, delta_from
-from dspy_combee.playbook.near_duplicates import NearDuplicates
+from dspy_combee.playbook import Playbook, PlaybookError, Refused
+from dspy_combee.playbook.bullets import bare_id
+from dspy_combee.playbook.deltas import Delta, check_delta, delta_from
+from dspy_combee.playbook.pruning import NearDuplicates
 from dspy_combee.playbook.records import CuratorNode, describe
 from dspy_combee.records.errors import OutOfBudgetError
 from dspy_combee.records.text import as_data, repair
 from dspy_combee.records.types import ProposalNode, Reduction, Usage
 from dspy_combee.reduce.tree import NodeCall, ReductionTask
 
+_NO_CALL = LMCallResult(value=None, error=None, prompt="", raw_output="", seconds=0.0, usage=Usage())
 
+
+# The docstrings of what follows, too, are part of the prompts.
 class Operation(AsGiven):
     """A change to the playbook."""
 
@@ -117,7 +119,7 @@ class MergeDeltas(dspy.Signature):  # type: ignore[metaclass]
 
 
 class CuratorCalls:
-    """Makes the calls of the Reduce tree: a group's reflections to deltas, several lists of deltas to one.
+    """Make the calls of the Reduce tree: a group's reflections to deltas, several lists of deltas to one.
 
     For an aggregator that asks for summaries, it makes those too: one reflection to a shorter one with the same id.
 
@@ -191,28 +193,27 @@ class CuratorCalls:
         relations = find_relations(deltas, covering_bullets(deltas, playbook, self.near_duplicates))
         if not relations:
             return _node(node_call, tuple(deltas))
-        inputs = _merge_inputs(node_call.task.current, deltas, relations)
+        shown = sorted({place for relation in relations for place in relation.places})
+        inputs = {
+            "playbook": node_call.task.current,
+            "deltas": {f"d{place}": as_data(describe(deltas[place])) for place in shown},
+            "related": [{"why": item.kind, "deltas": [f"d{place}" for place in item.places]} for item in relations],
+        }
         result = ask(self._merge, inputs, self.lm, {"decisions": list}, self.meter)
         if result.error is not None:
             error = f"the deltas were united without the merge call, which failed: {result.error}"
             return _node(node_call, tuple(deltas), result, error=error)
         given = [decision.given for decision in result.value.decisions]
-        decided = DecisionReader(deltas, relations, playbook).read(given)
-        return _node(node_call, decided.deltas, result, refused=decided.refused)
+        decided, refused = DecisionReader(deltas, relations, playbook).read(given)
+        return _node(node_call, decided, result, refused=refused)
 
 
 def merge_rival_updates(
     tasks: Sequence[ReductionTask], reductions: Sequence[Reduction], calls: CuratorCalls, guard: CallGuard
 ) -> list[Reduction]:
-    """The reductions, after a merge call for each that no merge has seen and in which UPDATEs of one bullet differ.
+    """Return the reductions, after a merge call for each that no merge has seen and whose UPDATEs of a bullet differ.
 
     Such a reduction is a single curator's reply, or several equal ones.
-
-    Args:
-        tasks: What was reduced.
-        reductions: What the aggregator made of it.
-        calls: Makes the calls.
-        guard: Makes them within the limits of the run.
     """
     made = list(reductions)
     asked: dict[int, NodeCall] = {}
@@ -242,51 +243,35 @@ def read_operations(
     Returns:
         The deltas that are valid, and what is not: operations, and ids of reflections that it did not read.
     """
+    bullets = {bullet.id: bullet for bullet in playbook}
     deltas: list[Delta] = []
     refused: list[Refused] = []
     for index, item in enumerate(given):
         try:
             if not isinstance(item, Mapping):
                 raise PlaybookError(f"an operation is a JSON object, not {type(item).__name__}")
-            named = _named_ids(item.get("reflection_ids"))
+            names = item.get("reflection_ids")
+            names = [names] if isinstance(names, str) else names if isinstance(names, list) else []
+            named = list(dict.fromkeys(name for name in map(bare_id, names) if name))
             strange = [name for name in named if name not in known]
             if strange:
                 refused.append(Refused(index, item, f"reflections that it did not read: {strange}"))
             ids = tuple(name for name in named if name in known) or (tuple(known) if len(known) == 1 else ())
-            fields = {name: value for name, value in item.items() if value is not None}
-            delta = replace(delta_from(fields), reflection_ids=ids)
-            batch = Batch(playbook.sections, playbook.bullets, playbook.next_number)
-            batch.run([delta], None)
-            refused += [Refused(index, item, problem.reason) for problem in batch.refused]
-            deltas += [done.delta for done in batch.applied]
+            delta = delta_from({name: value for name, value in item.items() if value is not None})
+            deltas.append(check_delta(replace(delta, reflection_ids=ids), bullets))
         except PlaybookError as error:
             refused.append(Refused(index, item, str(error)))
     return tuple(deltas), tuple(refused)
-
-
-def _named_ids(value: Any) -> list[str]:
-    names = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-    stripped = [name.strip().removeprefix("[").removesuffix("]") for name in names if isinstance(name, str)]
-    return list(dict.fromkeys(name for name in stripped if name))
 
 
 def _ids(records: Sequence[Any]) -> tuple[str, ...]:
     return tuple(str(record["id"]) for record in records if isinstance(record, Mapping) and "id" in record)
 
 
-def _merge_inputs(playbook: str, deltas: Sequence[Delta], relations: Sequence[Relation]) -> dict[str, Any]:
-    shown = sorted({place for relation in relations for place in relation.places})
-    return {
-        "playbook": playbook,
-        "deltas": {f"d{place}": as_data(describe(deltas[place])) for place in shown},
-        "related": [{"why": item.kind, "deltas": [f"d{place}" for place in item.places]} for item in relations],
-    }
-
-
 def _node(
     node_call: NodeCall,
     output: Any,
-    result: LMCallResult | None = None,
+    result: LMCallResult = _NO_CALL,
     *,
     error: str | None = None,
     refused: tuple[Refused, ...] = (),
@@ -296,10 +281,10 @@ def _node(
         component=node_call.task.component,
         inputs=node_call.inputs,
         output=output,
-        prompt="" if result is None else result.prompt,
-        raw_output="" if result is None else result.raw_output,
-        seconds=0.0 if result is None else result.seconds,
-        usage=Usage() if result is None else result.usage,
+        prompt=result.prompt,
+        raw_output=result.raw_output,
+        seconds=result.seconds,
+        usage=result.usage,
         error=error,
         refused=refused,
     )

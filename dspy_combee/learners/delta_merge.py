@@ -9,110 +9,64 @@ stays, and what it says of names that nobody knows is refused: forgetting someth
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any, NamedTuple
 
-from dspy_combee.playbook import Playbook
-from dspy_combee.playbook.bullets import Bullet, join_ids
-from dspy_combee.playbook.deltas import Add, Delta, Merge, Refused, Remove, Update
-from dspy_combee.playbook.near_duplicates import EmbeddingCosine, NearDuplicates, TokenJaccard, profile
-from dspy_combee.playbook.pruning import unite_adds
-from dspy_combee.records.secrecy import shorten
-
-logger = logging.getLogger("dspy_combee")
+from dspy_combee.playbook import Add, Bullet, Merge, Playbook, PlaybookError, Refused, Update
+from dspy_combee.playbook.bullets import bare_id, join_ids
+from dspy_combee.playbook.deltas import Delta, identity, touched_ids
+from dspy_combee.playbook.pruning import PUNCTUATION, NearDuplicates, fold, telling_words
 
 RELATED = 0.5
-"""ADDs whose content words have at least this Jaccard similarity may say the same, and are asked about, unless each has
-a key token (a number, a negation, a symbol; see `playbook.near_duplicates`) that the other lacks: two lessons."""
+"""ADDs whose words have at least this Jaccard similarity may say the same, and are asked about, unless each has a
+telling word (a number, a negation, a symbol; see `playbook.pruning`) that the other lacks: two lessons."""
 
 
-class EmbedderOrTokens:
-    """Near-duplicates by an embedder; by their tokens, the stricter rule, when the embedder fails.
-
-    Args:
-        embedder: From a list of texts to vectors.
-    """
-
-    def __init__(self, embedder: Callable[[list[str]], Any]) -> None:
-        self.by_embedding = EmbeddingCosine(embedder)
-        self.by_tokens = TokenJaccard()
-        self._warned = False
-
-    def leaders(self, texts: Sequence[str]) -> list[int]:
-        """See `NearDuplicates.leaders`."""
-        try:
-            return self.by_embedding.leaders(texts)
-        except Exception as error:
-            if not self._warned:
-                self._warned = True
-                logger.warning(
-                    "The embedder failed (%s: %s): near-duplicates are told by their tokens until it works. (Once.)",
-                    type(error).__name__,
-                    shorten(str(error)),
-                )
-            return self.by_tokens.leaders(texts)
-
-
-@dataclass(frozen=True)
-class Relation:
-    """Deltas that have to do with each other.
-
-    Attributes:
-        kind: `"similar additions"`, `"updates of one bullet"` or `"operations on the same bullets"`.
-        places: Their places in the list.
-    """
+class Relation(NamedTuple):
+    """Hold the places in a list of deltas that have to do with each other."""
 
     kind: str
+    """`"similar additions"`, `"updates of one bullet"` or `"operations on the same bullets"`."""
     places: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Decided:
-    """What a merge reply came to.
-
-    Attributes:
-        deltas: The deltas that are left.
-        refused: Decisions that were not followed, and why.
-    """
-
-    deltas: tuple[Delta, ...]
-    refused: tuple[Refused, ...]
-
-
 def unite_deltas(deltas: Sequence[Delta], near_duplicates: NearDuplicates) -> list[Delta]:
-    """Equal deltas and near-identical ADDs made one, reflection ids joined, in the order of first appearance."""
-    adds = [(place, delta) for place, delta in enumerate(deltas) if isinstance(delta, Add)]
-    united: list[tuple[int, Delta]] = [
-        (min(adds[index][0] for index in item.indices), item.add)
-        for item in unite_adds([add for _, add in adds], near_duplicates)
-    ]
-    others: dict[Any, tuple[int, Delta]] = {}
+    """Unite equal deltas and near-identical ADDs, reflection ids joined, in the order of first appearance.
+
+    Of ADDs the longest content stays.
+    """
+    adds = {place: delta.content for place, delta in enumerate(deltas) if isinstance(delta, Add)}
+    ranked = sorted(adds, key=lambda place: (-len(adds[place]), adds[place], place))
+    leaders = near_duplicates([adds[place] for place in ranked])
+    leader_of = {place: ranked[leader] for place, leader in zip(ranked, leaders, strict=True)}
+    groups: dict[Any, list[int]] = {}
     for place, delta in enumerate(deltas):
-        if isinstance(delta, Add):
-            continue
-        first = others.setdefault(_identity(delta), (place, delta))
-        joined = join_ids(first[1].reflection_ids, delta.reflection_ids)
-        others[_identity(delta)] = (first[0], replace(first[1], reflection_ids=joined))
-    return [delta for _, delta in sorted([*united, *others.values()], key=lambda item: item[0])]
+        groups.setdefault(leader_of.get(place, identity(delta)), []).append(place)
+    return [
+        replace(
+            deltas[leader_of.get(places[0], places[0])],
+            reflection_ids=join_ids(*(deltas[place].reflection_ids for place in places)),
+        )
+        for places in groups.values()
+    ]
 
 
 def covering_bullets(deltas: Sequence[Delta], playbook: Playbook, near_duplicates: NearDuplicates) -> dict[int, Bullet]:
-    """For each ADD that a bullet says already (a near-duplicate that no delta touches): its place, and that bullet."""
-    touched = touched_ids(deltas)
+    """Find the ADDs that a bullet says already (a near-duplicate that no delta touches): place to that bullet."""
+    touched = {bullet_id for delta in deltas for bullet_id in touched_ids(delta)}
     standing = [bullet for bullet in playbook if bullet.id not in touched]
-    adds = [(place, delta) for place, delta in enumerate(deltas) if isinstance(delta, Add)]
+    adds = {place: delta.content for place, delta in enumerate(deltas) if isinstance(delta, Add)}
     if not standing or not adds:
         return {}
-    contents = [bullet.content for bullet in standing] + [add.content for _, add in adds]
-    leaders = near_duplicates.leaders(contents)
+    leaders = near_duplicates([*(bullet.content for bullet in standing), *adds.values()])
     found = zip(adds, leaders[len(standing) :], strict=True)
-    return {place: standing[leader] for (place, _), leader in found if leader < len(standing)}
+    return {place: standing[leader] for place, leader in found if leader < len(standing)}
 
 
 def settle(deltas: Sequence[Delta], playbook: Playbook, near_duplicates: NearDuplicates) -> list[Delta]:
-    """The deltas as they are to be applied: united, and an ADD that a bullet says already in that bullet's words.
+    """Return the deltas as they are to be applied: united, and an ADD that a bullet says already in its words.
 
     Applying such an ADD joins its reflection ids to the bullet.
     """
@@ -123,7 +77,7 @@ def settle(deltas: Sequence[Delta], playbook: Playbook, near_duplicates: NearDup
 
 
 def find_relations(deltas: Sequence[Delta], covered: Collection[int] = ()) -> list[Relation]:
-    """What a merge call has to decide about a united list; nothing where all can stand side by side.
+    """Find what a merge call has to decide about a united list; nothing where all can stand side by side.
 
     An UPDATE beside a REMOVE is none of it: UPDATE wins.
 
@@ -131,185 +85,163 @@ def find_relations(deltas: Sequence[Delta], covered: Collection[int] = ()) -> li
         deltas: The list.
         covered: Places of ADDs that a bullet says already.
     """
-    adds = [place for place, delta in enumerate(deltas) if isinstance(delta, Add) and place not in covered]
-    profiles = {place: profile(_content(deltas[place])) for place in adds}
-    words = {place: frozenset(item.content) for place, item in profiles.items()}
-    keys = {place: frozenset(item.keys) for place, item in profiles.items()}
+    adds = {
+        place: (set(fold(delta.content)) - PUNCTUATION, set(telling_words(delta.content)))
+        for place, delta in enumerate(deltas)
+        if isinstance(delta, Add) and place not in covered
+    }
     pairs = [
         (one, other)
-        for index, one in enumerate(adds)
-        for other in adds[index + 1 :]
-        if len(words[one] & words[other]) >= RELATED * len(words[one] | words[other]) > 0
-        and (keys[one] <= keys[other] or keys[other] <= keys[one])
+        for (one, (words, telling)), (other, (other_words, other_telling)) in combinations(adds.items(), 2)
+        if len(words & other_words) >= RELATED * len(words | other_words) > 0
+        and (telling <= other_telling or other_telling <= telling)
     ]
-    relations = [Relation("similar additions", group) for group in _groups(pairs)]
     users: dict[str, list[int]] = {}
     for place, delta in enumerate(deltas):
-        for bullet_id in _touched(delta):
+        for bullet_id in touched_ids(delta):
             users.setdefault(bullet_id, []).append(place)
-    clashes: list[tuple[int, int]] = []
-    for places in users.values():
-        merged = any(isinstance(deltas[place], Merge) for place in places)
-        clashing = places if merged else [place for place in places if isinstance(deltas[place], Update)]
-        clashes += [(clashing[0], place) for place in clashing[1:]]
-    for group in _groups(clashes):
-        only_updates = all(isinstance(deltas[place], Update) for place in group)
-        kind = "updates of one bullet" if only_updates else "operations on the same bullets"
-        relations.append(Relation(kind, group))
-    return relations
+    clashes = [
+        places if any(isinstance(deltas[place], Merge) for place in places) else _updates_among(places, deltas)
+        for places in users.values()
+    ]
+    return [
+        *(Relation("similar additions", places) for places in _connected(pairs)),
+        *(
+            Relation(
+                "updates of one bullet"
+                if len(_updates_among(places, deltas)) == len(places)
+                else "operations on the same bullets",
+                places,
+            )
+            for places in _connected(clashes)
+        ),
+    ]
 
 
 def has_rival_updates(deltas: Sequence[Delta]) -> bool:
-    """Whether UPDATEs of one bullet differ."""
+    """Tell whether UPDATEs of one bullet differ."""
     updates = {(delta.id, delta.content) for delta in deltas if isinstance(delta, Update)}
     return len(updates) > len({bullet_id for bullet_id, _ in updates})
 
 
-def touched_ids(deltas: Sequence[Delta]) -> set[str]:
-    """The bullets that the deltas change or remove."""
-    return {bullet_id for delta in deltas for bullet_id in _touched(delta)}
-
-
 class DecisionReader:
-    """Follows the decisions of a merge reply, one after the other.
-
-    Args:
-        deltas: The united list.
-        relations: What was asked.
-        playbook: The playbook that the deltas are for.
-    """
+    """Follow the decisions of a merge reply, one after the other."""
 
     def __init__(self, deltas: Sequence[Delta], relations: Sequence[Relation], playbook: Playbook) -> None:
         self.deltas = list(deltas)
         self.relations = relations
         self.playbook = playbook
-        self.touched = touched_ids(deltas)
         self.keys = {f"d{place}": place for relation in relations for place in relation.places}
         self._gone: set[int] = set()
         self._covers: dict[int, int] = {}
 
-    def read(self, decisions: Sequence[Any]) -> Decided:
+    def read(self, decisions: Sequence[Any]) -> tuple[tuple[Delta, ...], tuple[Refused, ...]]:
         """Follow what can be followed.
 
         Args:
             decisions: Mappings with a `type` (`COVERED`, `COMBINE`, `DROP`, `KEEP`), `deltas` (their keys) and, by
                 type, `by` or `content`.
+
+        Returns:
+            The deltas that are left, and the decisions that were not followed.
         """
         refused = []
         for index, decision in enumerate(decisions):
-            problem = self._follow(decision)
-            if problem:
-                refused.append(Refused(index, decision, problem))
-        left = [delta for place, delta in enumerate(self.deltas) if place not in self._gone]
-        return Decided(tuple(left), tuple(refused))
+            try:
+                self._follow(decision)
+            except PlaybookError as error:
+                refused.append(Refused(index, decision, str(error)))
+        left = (delta for place, delta in enumerate(self.deltas) if place not in self._gone)
+        return tuple(left), tuple(refused)
 
-    def _follow(self, decision: Any) -> str:
-        """Follow one decision; why not, where it cannot be followed."""
+    def _follow(self, decision: Any) -> None:
         if not isinstance(decision, Mapping):
-            return "a decision is a JSON object"
+            raise PlaybookError("a decision is a JSON object")
+        places = self._read_keys(decision.get("deltas"))
         kind = str(decision.get("type", "")).strip().upper()
-        given = decision.get("deltas")
+        if kind == "COVERED":
+            self._cover(places, decision.get("by"))
+        elif kind == "COMBINE":
+            self._combine(places, decision.get("content"))
+        elif kind == "DROP":
+            self._drop(places)
+        elif kind != "KEEP":
+            raise PlaybookError(f"unknown decision {decision.get('type')!r}")
+
+    def _read_keys(self, given: Any) -> list[int]:
         names = [given] if isinstance(given, str) else given
         if not isinstance(names, list) or not names:
-            return "it names no delta"
-        places = []
+            raise PlaybookError("it names no delta")
+        places: dict[int, None] = {}
         for name in names:
             place = self.keys.get(name.strip()) if isinstance(name, str) else None
             if place is None:
-                return f"unknown delta {name!r}"
+                raise PlaybookError(f"unknown delta {name!r}")
             if place in self._gone:
-                return f"delta {name!r} is gone already"
-            places.append(place)
-        places = list(dict.fromkeys(places))
-        if kind == "KEEP":
-            return ""
-        if kind == "COVERED":
-            return self._cover(places, decision.get("by"))
-        if kind == "COMBINE":
-            return self._combine(places, decision.get("content"))
-        return self._drop(places) if kind == "DROP" else f"unknown decision {decision.get('type')!r}"
+                raise PlaybookError(f"delta {name!r} is gone already")
+            places[place] = None
+        return list(places)
 
-    def _cover(self, places: Sequence[int], by: Any) -> str:
+    def _cover(self, places: Sequence[int], by: Any) -> None:
         if not all(isinstance(self.deltas[place], Add) for place in places):
-            return "only an ADD can be covered"
-        name = by.strip().removeprefix("[").removesuffix("]") if isinstance(by, str) else by
+            raise PlaybookError("only an ADD can be covered")
+        name = bare_id(by) or ""
         if name in self.keys:
-            return self._cover_by_add(places, self._last_cover(self.keys[name]))
-        bullet = self.playbook.get(name) if isinstance(name, str) else None
+            self._cover_by_add(places, self.keys[name])
+            return
+        bullet = self.playbook.get(name)
         if bullet is None:
-            return f"what should cover it is unknown: {by!r}"
-        if bullet.id in self.touched:
-            return f"[{bullet.id}] is itself changed by a delta"
+            raise PlaybookError(f"what should cover it is unknown: {by!r}")
+        if any(bullet.id in touched_ids(delta) for delta in self.deltas):
+            raise PlaybookError(f"[{bullet.id}] is itself changed by a delta")
         for place in places:
             self.deltas[place] = _joining(self.deltas[place], bullet)
-        return ""
 
-    def _cover_by_add(self, places: Sequence[int], first: int) -> str:
+    def _cover_by_add(self, places: Sequence[int], first: int) -> None:
+        while first in self._covers:
+            first = self._covers[first]
         cover = self.deltas[first]
         if not isinstance(cover, Add) or first in self._gone:
-            return "an ADD is covered by a bullet or by an ADD that stays"
+            raise PlaybookError("an ADD is covered by a bullet or by an ADD that stays")
         if first in places:
-            return "an ADD cannot cover itself"
+            raise PlaybookError("an ADD cannot cover itself")
         reflections = join_ids(cover.reflection_ids, *(self.deltas[place].reflection_ids for place in places))
         self.deltas[first] = replace(cover, reflection_ids=reflections)
         self._gone.update(places)
         self._covers.update(dict.fromkeys(places, first))
-        return ""
 
-    def _last_cover(self, place: int) -> int:
-        while place in self._covers:
-            place = self._covers[place]
-        return place
-
-    def _combine(self, places: Sequence[int], content: Any) -> str:
+    def _combine(self, places: Sequence[int], content: Any) -> None:
         if not isinstance(content, str) or not content.strip():
-            return "the combined content is empty"
-        chosen = [self.deltas[place] for place in places]
-        updates = [delta for delta in chosen if isinstance(delta, Update)]
-        if len(updates) != len(places) or len(updates) < 2 or len({update.id for update in updates}) > 1:
-            return "only several UPDATEs of one bullet are combined"
+            raise PlaybookError("the combined content is empty")
+        updates = [delta for delta in (self.deltas[place] for place in places) if isinstance(delta, Update)]
+        if not 2 <= len(updates) == len(places) or len({update.id for update in updates}) > 1:
+            raise PlaybookError("only several UPDATEs of one bullet are combined")
         reflections = join_ids(*(update.reflection_ids for update in updates))
         self.deltas[places[0]] = Update(updates[0].id, content, reflections)
         self._gone.update(places[1:])
-        return ""
 
-    def _drop(self, places: Sequence[int]) -> str:
+    def _drop(self, places: Sequence[int]) -> None:
         if any(isinstance(self.deltas[place], Add) for place in places):
-            return "an ADD goes only if something is named that covers it"
+            raise PlaybookError("an ADD goes only if something is named that covers it")
         gone = self._gone.union(places)
         if any(gone.issuperset(relation.places) for relation in self.relations):
-            return "one of those in a conflict has to stay"
+            raise PlaybookError("one of those in a conflict has to stay")
         self._gone = gone
-        return ""
 
 
 def _joining(delta: Delta, bullet: Bullet) -> Delta:
-    """An ADD of what the bullet says: nothing new, the reflection ids go to the bullet."""
+    """Return an ADD of what the bullet says: nothing new, the reflection ids go to the bullet."""
     return Add(bullet.section, bullet.content, delta.reflection_ids)
 
 
-def _touched(delta: Delta) -> tuple[str, ...]:
-    if isinstance(delta, Merge):
-        return delta.ids
-    return () if isinstance(delta, Add) else (delta.id,)
+def _updates_among(places: Sequence[int], deltas: Sequence[Delta]) -> list[int]:
+    return [place for place in places if isinstance(deltas[place], Update)]
 
 
-def _identity(delta: Delta) -> Any:
-    if isinstance(delta, Merge):
-        return Merge, frozenset(delta.ids), delta.content
-    if isinstance(delta, Update):
-        return Update, delta.id, delta.content
-    return type(delta), _touched(delta)
-
-
-def _content(delta: Delta) -> str:
-    return "" if isinstance(delta, Remove) else delta.content
-
-
-def _groups(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """The connected groups of places, each sorted, by their first place."""
-    group_of: dict[int, set[int]] = {}
-    for pair in pairs:
-        joined: set[int] = set().union(*(group_of.get(place, {place}) for place in pair))
-        group_of.update(dict.fromkeys(joined, joined))
-    return sorted({tuple(sorted(group)) for group in group_of.values()})
+def _connected(groups: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Join the groups of several places that overlap; each result is sorted."""
+    found: list[set[int]] = []
+    for group in groups:
+        joined = set(group).union(*(other for other in found if not other.isdisjoint(group)))
+        found = [*(other for other in found if other.isdisjoint(joined)), joined]
+    return sorted(tuple(sorted(places)) for places in found if len(places) > 1)

@@ -20,7 +20,7 @@ import dspy
 
 from dspy_combee.calls.executors import ThreadExecutor
 from dspy_combee.learners.curation import CuratorCalls, merge_rival_updates
-from dspy_combee.learners.delta_merge import EmbedderOrTokens, settle
+from dspy_combee.learners.delta_merge import settle
 from dspy_combee.learners.learner import (
     Learner,
     LearnerTools,
@@ -31,9 +31,10 @@ from dspy_combee.learners.learner import (
     trace_record,
 )
 from dspy_combee.learners.reflection import ReflectionJob, Reflector, curator_record
-from dspy_combee.playbook import Playbook, TagReport, attach, detach
+from dspy_combee.playbook import EmbeddingCosine, Playbook, TagReport, attach, detach
+from dspy_combee.playbook.bullets import bare_id
 from dspy_combee.playbook.deltas import Refused
-from dspy_combee.playbook.near_duplicates import NearDuplicates, TokenJaccard
+from dspy_combee.playbook.pruning import NearDuplicates, same_words
 from dspy_combee.playbook.records import PlaybookChange, PlaybookStep, Reflection
 from dspy_combee.records.checks import check_int, digest_of
 from dspy_combee.records.errors import OutOfBudgetError
@@ -238,7 +239,7 @@ class PlaybookLearner(Learner[Playbooks]):
         self.program = PlaybookProgram(student, options.shared_playbook)
         self.aggregator = resolve_aggregator(options.aggregator)
         embedder = options.embedder
-        self.near_duplicates: NearDuplicates = TokenJaccard() if embedder is None else EmbedderOrTokens(embedder)
+        self.near_duplicates: NearDuplicates = same_words if embedder is None else EmbeddingCosine(embedder)
         self._start = self.program.start(options.playbook, own_first=online)
         self._steps_before = last_step_of(self._start.values())
 
@@ -489,7 +490,7 @@ def last_step_of(playbooks: Iterable[Playbook]) -> int:
 
 def _tagged_id(tag: Any) -> str:
     name = tag.get("id", tag.get("bullet_id")) if isinstance(tag, Mapping) else tag
-    return name.strip().removeprefix("[").removesuffix("]") if isinstance(name, str) else repr(name)
+    return bare_id(name) or repr(name)
 
 
 def _failure(reflections: Sequence[Reflection], reductions: Sequence[Reduction]) -> str:

@@ -6,49 +6,40 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dspy_combee.playbook.deltas import Applied, Conflict, Merge, Remove
+from dspy_combee.playbook import Applied, Conflict, Merge, Remove
 from dspy_combee.playbook.records import PlaybookChange, PlaybookStep, Reflection
 from dspy_combee.records.types import Reduction
 
 
 @dataclass(frozen=True)
 class BulletProvenance:
-    """One change that led to a bullet.
-
-    Attributes:
-        iteration: The step that made it.
-        component: The playbook: the predictor's name, or `shared`.
-        bullet_id: The bullet that it made or changed: the one in question, or one that was united with it later.
-        change: `ADD`, `UPDATE`, `MERGE`, `REMOVE` or, where a near-duplicate was united with it, `UNITE`.
-        content: The text that it gave the bullet; that of the near-duplicate, and of a bullet removed, none.
-        reflections: The reflections that the change came from.
-        nodes: Ids of the curator calls whose deltas name one of them, the last call first.
-        fed: Ids of the examples of those reflections: positions in the trainset.
-        lost: Ids of the step's examples whose reflections fed nothing that was kept in this playbook.
-    """
+    """Hold one change that led to a bullet."""
 
     iteration: int
+    """The step that made it."""
     component: str
+    """The playbook: the predictor's name, or `shared`."""
     bullet_id: str
+    """The bullet that it made or changed: the one in question, or one that was united with it later."""
     change: str
+    """`ADD`, `UPDATE`, `MERGE`, `REMOVE` or, where a near-duplicate was united with it, `UNITE`."""
     content: str
+    """The text that it gave the bullet; that of the near-duplicate, and of a bullet removed, none."""
     reflections: tuple[Reflection, ...]
+    """The reflections that the change came from."""
     nodes: tuple[str, ...]
+    """Ids of the curator calls whose deltas name one of them, the last call first."""
     fed: tuple[Any, ...]
+    """Ids of the examples of those reflections: positions in the trainset."""
     lost: tuple[Any, ...]
+    """Ids of the step's examples whose reflections fed nothing that was kept in this playbook."""
 
 
 def trace_bullet(steps: Sequence[PlaybookStep], component: str, bullet_id: str) -> list[BulletProvenance]:
-    """The changes that led to a bullet, the last one first.
+    """Return the changes that led to a bullet, the last one first.
 
-    Args:
-        steps: The steps of the run.
-        component: The playbook.
-        bullet_id: Id of the bullet.
-
-    Returns:
-        One entry for each change to it, and to the bullets that became part of it; none for a bullet that the run
-        started with and left alone.
+    There is one entry for each change to it, and to the bullets that became part of it; none for a bullet that the run
+    started with and left alone.
     """
     wanted = {bullet_id}  # Ids never come twice, so this only grows on the way back.
     found: list[BulletProvenance] = []
@@ -60,14 +51,14 @@ def trace_bullet(steps: Sequence[PlaybookStep], component: str, bullet_id: str) 
 
 
 def bullet_ids(steps: Sequence[PlaybookStep], component: str) -> set[str]:
-    """Ids of all bullets that the steps name in a playbook."""
+    """Return the ids of all bullets that the steps name in a playbook."""
     changes = [change for step in steps for change in step.changes if change.component == component]
     pruned = {item.bullet.id for change in changes for item in change.pruned}
     return pruned | {item.bullet_id for change in changes for item in change.applied}
 
 
 def _trace_step(step: PlaybookStep, change: PlaybookChange, wanted: set[str]) -> Iterator[BulletProvenance]:
-    """The changes of a step from its end to its start; bullets that became part of a wanted one are wanted too."""
+    """Walk a step from its end to its start; bullets that became part of a wanted one are wanted from then on."""
     reflections = _reflections_of(step, change.component)
     for pruned in reversed(change.pruned):
         if pruned.into in wanted:
@@ -83,7 +74,7 @@ def _trace_step(step: PlaybookStep, change: PlaybookChange, wanted: set[str]) ->
 
 
 def _united(item: Applied, conflicts: Sequence[Conflict]) -> set[str]:
-    """The bullets that a MERGE has made one; a bullet that another delta kept out of it is none of them."""
+    """Return the bullets that a MERGE has made one, without those that another delta kept out of it."""
     if not isinstance(item.delta, Merge):
         return set()
     kinds = ("merge_over_updated", "merge_over_removed", "merges")
@@ -131,6 +122,6 @@ def _nodes(reduction: Reduction, reflection_ids: set[str]) -> tuple[str, ...]:
 
 
 def _reflections_of(step: PlaybookStep, component: str) -> list[Reflection]:
-    """Those of the predictors whose playbook it is: of all predictors where they share one."""
+    """Return those of the predictors whose playbook it is: of all predictors where they share one."""
     own = [item for item in step.reflections if item.predictor == component]
     return own or list(step.reflections)

@@ -3,8 +3,8 @@
 All deltas of a batch were proposed against one and the same playbook, so none sees what another does:
 
 - UPDATE wins over REMOVE.
-- Several UPDATEs of one bullet with different contents go to `resolve`; without an answer from it the better
-  supported one wins: more reflection ids, then the longer content, then the later in text order.
+- Of several UPDATEs of one bullet with different contents the better supported one wins: more reflection ids, then
+  the longer content, then the later in text order.
 - MERGE over a bullet that is removed drops its id and rewrites what is left, be it one bullet. MERGE over a
   bullet that is updated, or that a better supported MERGE has taken, drops that id too; if fewer than two are
   left it does nothing, since those bullets live on elsewhere.
@@ -18,26 +18,27 @@ reflection ids, follow it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dspy_combee.playbook.bullets import (
     DEFAULT_SECTION,
     Bullet,
     PlaybookError,
+    bare_id,
     bullet_support,
     clean_ids,
     clean_text,
     find_section,
     join_ids,
-    slug_of,
+    section_slug,
 )
 
 
 @dataclass(frozen=True)
 class Add:
-    """A new bullet. A section spelled as ACE spells it (`formulas_and_calculations`) is recognized."""
+    """Add a bullet. A section spelled as ACE spells it (`formulas_and_calculations`) is recognized."""
 
     section: str
     content: str
@@ -46,7 +47,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Update:
-    """A new content for the bullet `id`; its counters stay, its reflection ids grow."""
+    """Give the bullet `id` a new content; its counters stay, its reflection ids grow."""
 
     id: str
     content: str
@@ -55,7 +56,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Merge:
-    """One bullet in place of several; it keeps the id and section of the best supported, counters are summed."""
+    """Put one bullet in place of several; it keeps id and section of the best supported, counters are summed."""
 
     ids: tuple[str, ...]
     content: str
@@ -64,7 +65,7 @@ class Merge:
 
 @dataclass(frozen=True)
 class Remove:
-    """The bullet `id` goes."""
+    """Remove the bullet `id`."""
 
     id: str
     reason: str = ""
@@ -72,84 +73,116 @@ class Remove:
 
 
 Delta = Add | Update | Merge | Remove
-# Gets the bullet and its differing updates, best supported first; returns the content, or None for no answer.
-Resolve = Callable[[Bullet, Sequence[Update]], str | None]
+_D = TypeVar("_D", Add, Update, Merge, Remove)
+_MERGE_CONFLICTS = {Update: "merge_over_updated", Remove: "merge_over_removed", Merge: "merges"}
 
 
 @dataclass(frozen=True)
 class Applied:
-    """A delta that took effect: its place in the batch, and the bullet that it made, changed, joined or removed."""
+    """Record a delta that took effect."""
 
     index: int
+    """Its place in the batch."""
     delta: Delta
     bullet_id: str
+    """The bullet that it made, changed, joined or removed."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A delta or tag that was not valid: its place in the batch, as it was given, and why."""
+    """Record a delta or tag that was not valid, as it was given."""
 
     index: int
+    """Its place in the batch."""
     given: Any
     reason: str
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Deltas of one batch that touched the same bullet.
-
-    Attributes:
-        kind: `"update_over_remove"`, `"updates"`, `"merge_over_removed"`, `"merge_over_updated"` or `"merges"`.
-        bullet_id: The bullet they touched.
-        kept: The places in the batch of the deltas that took effect.
-        dropped: The places of those that did not.
-        detail: How it was settled.
-    """
+    """Record that deltas of one batch touched the same bullet."""
 
     kind: str
+    """`"update_over_remove"`, `"updates"`, `"merge_over_removed"`, `"merge_over_updated"` or `"merges"`."""
     bullet_id: str
     kept: tuple[int, ...]
+    """The places in the batch of the deltas that took effect."""
     dropped: tuple[int, ...]
+    """The places of those that did not."""
     detail: str
+    """How it was settled."""
 
 
 def delta_from(value: Mapping[str, Any]) -> Delta:
     """Read a delta from a curator's JSON: `{"type": "ADD", "section": ..., "content": ...}`.
 
     The operation may stand under `type`, `op` or `operation`, in any case; `bullet_id` may stand for `id`,
-    `bullet_ids` for `ids`. Keys that are not known are ignored. What is missing becomes empty, for
-    `Playbook.apply` to refuse.
+    `bullet_ids` for `ids`. Other keys are ignored. What is missing becomes empty, for `Playbook.apply` to refuse.
 
     Raises:
         PlaybookError: If the operation is none of ADD, UPDATE, MERGE and REMOVE.
     """
     operation = next((value[key] for key in ("type", "op", "operation") if key in value), None)
     name = operation.strip().upper() if isinstance(operation, str) else operation
-    reflections = value.get("reflection_ids") or ()
     bullet_id = value.get("id", value.get("bullet_id", ""))
     content = value.get("content", "")
-    reflections = tuple(reflections) if isinstance(reflections, list) else reflections
+    reflections = _as_tuple(value.get("reflection_ids") or ())
     if name == "ADD":
         return Add(value.get("section", DEFAULT_SECTION), content, reflections)
     if name == "UPDATE":
         return Update(bullet_id, content, reflections)
     if name == "MERGE":
-        ids = value.get("ids", value.get("bullet_ids", ()))
-        return Merge(tuple(ids) if isinstance(ids, list) else ids, content, reflections)
+        return Merge(_as_tuple(value.get("ids", value.get("bullet_ids", ()))), content, reflections)
     if name == "REMOVE":
         return Remove(bullet_id, value.get("reason", ""), reflections)
     raise PlaybookError(f"unknown operation {operation!r}; known are ADD, UPDATE, MERGE and REMOVE")
 
 
-class Batch:
-    """The bullets of a playbook while one batch of deltas is applied to them; used once.
+def check_delta(delta: Any, known: Mapping[str, Bullet]) -> Delta:
+    """Return a delta, or one in a mapping as `delta_from` reads it, with its texts and ids cleaned.
 
-    Attributes:
-        sections: The playbook's sections, new ones appended.
-        bullets: By id, in order: first those of the playbook that are left, then the new ones.
-        next_number: The number that the next new bullet gets.
-        applied, refused, conflicts: What became of the deltas.
+    Raises:
+        PlaybookError: If it cannot be applied to these bullets (by id).
     """
+    if isinstance(delta, Mapping):
+        delta = delta_from(delta)
+    if not isinstance(delta, Add | Update | Merge | Remove):
+        raise PlaybookError(f"a delta is an Add, Update, Merge or Remove, not {type(delta).__name__}")
+    clean: dict[str, Any] = {"reflection_ids": clean_ids(delta.reflection_ids)}
+    if not isinstance(delta, Remove):
+        clean["content"] = clean_text(delta.content, "the content")
+        if not delta.content.strip():
+            raise PlaybookError("the content is empty")
+    if isinstance(delta, Add):
+        clean["section"] = clean_text(delta.section, "the section")
+    elif isinstance(delta, Merge):
+        if isinstance(delta.ids, str) or not isinstance(delta.ids, Iterable):
+            raise PlaybookError(f"the ids of a MERGE are a list, not {delta.ids!r}")
+        clean["ids"] = tuple(dict.fromkeys(_check_id(bullet_id, known) for bullet_id in delta.ids))
+        if len(clean["ids"]) < 2:
+            raise PlaybookError(f"a MERGE needs two different ids, not {list(clean['ids'])}")
+    else:
+        clean["id"] = _check_id(delta.id, known)
+    return replace(delta, **clean)
+
+
+def identity(delta: Delta) -> Any:
+    """Return what deltas that say the same have in common, however they are supported."""
+    if isinstance(delta, Remove):
+        return Remove, delta.id
+    content = " ".join(delta.content.split()) if isinstance(delta, Add) else delta.content
+    return type(delta), frozenset(touched_ids(delta)), content
+
+
+def touched_ids(delta: Delta) -> tuple[str, ...]:
+    """Return the ids of the bullets that a delta changes or removes."""
+    if isinstance(delta, Merge):
+        return delta.ids
+    return () if isinstance(delta, Add) else (delta.id,)
+
+
+class Batch:
+    """Apply one batch of deltas to a playbook's bullets; used once."""
 
     def __init__(self, sections: Iterable[str], bullets: Iterable[Bullet], next_number: int) -> None:
         self.sections = list(sections)
@@ -158,188 +191,126 @@ class Batch:
         self.applied: list[Applied] = []
         self.refused: list[Refused] = []
         self.conflicts: list[Conflict] = []
-        self._adds: dict[int, Add] = {}
-        self._updates: dict[str, dict[int, Update]] = {}
-        self._merges: dict[int, Merge] = {}
-        self._removes: dict[str, dict[int, Remove]] = {}
+        self._equal: dict[Any, dict[int, Delta]] = {}
 
-    def run(self, deltas: Iterable[Any], resolve: Resolve | None) -> None:
-        """Apply the deltas: sort them out first, then touch the bullets, additions last."""
-        for index, delta in enumerate(deltas):
+    def run(self, deltas: Iterable[Any]) -> None:
+        """Apply the deltas: those that say the same are taken for one, and additions come last."""
+        for index, given in enumerate(deltas):
             try:
-                self._sort_in(index, _checked(delta, self.bullets))
+                delta = check_delta(given, self.bullets)
+                self._equal.setdefault(identity(delta), {})[index] = delta
             except PlaybookError as error:
-                self.refused.append(Refused(index, delta, str(error)))
-        self._apply_updates(resolve)
-        self._apply_merges()
-        for bullet_id, removes in self._removes.items():
-            if bullet_id not in self._updates:
+                self.refused.append(Refused(index, given, str(error)))
+        removed = {remove.id: remove for remove in self._all(Remove)}
+        updated = self._apply_updates(removed)
+        self._apply_merges(updated, removed)
+        for bullet_id, remove in removed.items():
+            if bullet_id not in updated:
                 self.bullets.pop(bullet_id, None)
-                self._record(removes, bullet_id)
+                self._record(remove, bullet_id)
         self._apply_adds()
         self.applied.sort(key=lambda item: item.index)
 
-    def _sort_in(self, index: int, delta: Delta) -> None:
-        if isinstance(delta, Add):
-            self._adds[index] = delta
-        elif isinstance(delta, Update):
-            self._updates.setdefault(delta.id, {})[index] = delta
-        elif isinstance(delta, Merge):
-            self._merges[index] = delta
-        else:
-            self._removes.setdefault(delta.id, {})[index] = delta
+    def _all(self, kind: type[_D]) -> list[_D]:
+        """Return the deltas of a kind; those that say the same are one, which has the reflections of all."""
+        groups = [list(group.values()) for group in self._equal.values()]
+        return [
+            replace(group[0], reflection_ids=join_ids(*(delta.reflection_ids for delta in group)))
+            for group in groups
+            if isinstance(group[0], kind)
+        ]
 
-    def _record(self, deltas: Mapping[int, Delta], bullet_id: str) -> None:
-        self.applied += [Applied(index, delta, bullet_id) for index, delta in deltas.items()]
+    def _record(self, delta: Delta, bullet_id: str) -> None:
+        self.applied += [Applied(index, item, bullet_id) for index, item in self._equal[identity(delta)].items()]
 
-    def _apply_updates(self, resolve: Resolve | None) -> None:
-        for bullet_id, updates in self._updates.items():
-            bullet = self.bullets[bullet_id]
-            choices = _join_equal(list(updates.values()))
-            content, kept = choices[0].content, updates
-            if len(choices) > 1:
-                merged = resolve(bullet, choices) if resolve else None
-                if isinstance(merged, str) and merged.strip():
-                    content, how = merged, "merged into one content"
-                else:
-                    kept = {index: delta for index, delta in updates.items() if delta.content == content}
-                    how = "the better supported one wins"
-                dropped = tuple(index for index in updates if index not in kept)
-                self.conflicts.append(Conflict("updates", bullet_id, tuple(kept), dropped, how))
-            reflections = join_ids(bullet.reflection_ids, *(delta.reflection_ids for delta in kept.values()))
-            self.bullets[bullet_id] = replace(bullet, content=content, reflection_ids=reflections)
-            self._record(kept, bullet_id)
-            if removes := self._removes.get(bullet_id):
-                detail = "UPDATE wins"
-                self.conflicts.append(Conflict("update_over_remove", bullet_id, tuple(kept), tuple(removes), detail))
-            self._updates[bullet_id] = kept
+    def _places(self, deltas: Iterable[Delta]) -> tuple[int, ...]:
+        return tuple(index for delta in deltas for index in self._equal[identity(delta)])
 
-    def _apply_merges(self) -> None:
-        equal: dict[tuple[frozenset[str], str], dict[int, Merge]] = {}
-        for index, merge in self._merges.items():
-            equal.setdefault((frozenset(merge.ids), merge.content), {})[index] = merge
-        taken: dict[str, tuple[int, ...]] = {}
-        for merges in sorted(equal.values(), key=_merge_support, reverse=True):
-            indices = tuple(merges)
-            left: list[str] = []
-            lost: list[tuple[str, str, tuple[int, ...]]] = []
-            for bullet_id in next(iter(merges.values())).ids:
-                if bullet_id in self._updates:
-                    lost.append(("merge_over_updated", bullet_id, tuple(self._updates[bullet_id])))
-                elif bullet_id in self._removes:
-                    lost.append(("merge_over_removed", bullet_id, tuple(self._removes[bullet_id])))
-                elif bullet_id in taken:
-                    lost.append(("merges", bullet_id, taken[bullet_id]))
-                else:
-                    left.append(bullet_id)
-            only_removed = all(kind == "merge_over_removed" for kind, _, _ in lost)
-            works = len(left) > 1 or (len(left) == 1 and only_removed)
+    def _conflict(self, kind: str, bullet_id: str, kept: Sequence[Delta], dropped: Sequence[Delta], how: str) -> None:
+        self.conflicts.append(Conflict(kind, bullet_id, self._places(kept), self._places(dropped), how))
+
+    def _rewrite(self, bullet: Bullet, delta: Update | Merge) -> None:
+        reflections = join_ids(bullet.reflection_ids, delta.reflection_ids)
+        self.bullets[bullet.id] = replace(bullet, content=delta.content, reflection_ids=reflections)
+        self._record(delta, bullet.id)
+
+    def _apply_updates(self, removed: Mapping[str, Remove]) -> dict[str, Update]:
+        """Apply the best supported UPDATE of each bullet, and return it."""
+        rivals: dict[str, list[Update]] = {}
+        for update in sorted(self._all(Update), key=_support, reverse=True):
+            rivals.setdefault(update.id, []).append(update)
+        for bullet_id, (best, *others) in rivals.items():
+            if others:
+                self._conflict("updates", bullet_id, [best], others, "the better supported one wins")
+            if bullet_id in removed:
+                self._conflict("update_over_remove", bullet_id, [best], [removed[bullet_id]], "UPDATE wins")
+            self._rewrite(self.bullets[bullet_id], best)
+        return {bullet_id: updates[0] for bullet_id, updates in rivals.items()}
+
+    def _apply_merges(self, updated: Mapping[str, Update], removed: Mapping[str, Remove]) -> None:
+        taken: dict[str, Merge] = {}
+        for merge in sorted(self._all(Merge), key=_support, reverse=True):
+            rivals: dict[str, Delta] = {**taken, **removed, **updated}
+            lost = [rivals[bullet_id] for bullet_id in merge.ids if bullet_id in rivals]
+            left = [bullet_id for bullet_id in merge.ids if bullet_id not in rivals]
+            works = len(left) > 1 or (len(left) == 1 and all(isinstance(rival, Remove) for rival in lost))
             detail = f"MERGE over [{', '.join(left)}], which is left" if works else "too few left for a MERGE"
-            for kind, bullet_id, others in lost:
-                kept, dropped = ((*others, *indices), ()) if works else (others, indices)
-                self.conflicts.append(Conflict(kind, bullet_id, kept, dropped, detail))
+            for bullet_id in merge.ids:
+                if rival := rivals.get(bullet_id):
+                    kept, dropped = ([rival, merge], []) if works else ([rival], [merge])
+                    self._conflict(_MERGE_CONFLICTS[type(rival)], bullet_id, kept, dropped, detail)
             if works:
-                taken.update(dict.fromkeys(left, indices))
-                self._merge(merges, left)
-
-    def _merge(self, merges: Mapping[int, Merge], ids: Sequence[str]) -> None:
-        members = [bullet for bullet in self.bullets.values() if bullet.id in ids]
-        first = max(members, key=bullet_support)
-        new_reflections = join_ids(*(merge.reflection_ids for merge in merges.values()))
-        for member in members:
-            if member is not first:
-                del self.bullets[member.id]
-        self.bullets[first.id] = replace(
-            first,
-            content=next(iter(merges.values())).content,
-            helpful=sum(member.helpful for member in members),
-            harmful=sum(member.harmful for member in members),
-            reflection_ids=join_ids(*(member.reflection_ids for member in members), new_reflections),
-        )
-        self._record(merges, first.id)
+                taken.update(dict.fromkeys(left, merge))
+                members = [bullet for bullet in self.bullets.values() if bullet.id in left]
+                united = unite(max(members, key=bullet_support), members)
+                for bullet_id in left:
+                    if bullet_id != united.id:
+                        del self.bullets[bullet_id]
+                self._rewrite(united, merge)
 
     def _apply_adds(self) -> None:
-        present = {_folded(bullet.content): bullet.id for bullet in reversed(self.bullets.values())}
-        for index, add in self._adds.items():
-            bullet_id = present.get(_folded(add.content))
-            if bullet_id is None:
+        present = {identity(Add("", bullet.content)): bullet for bullet in reversed(self.bullets.values())}
+        for add in self._all(Add):
+            bullet = present.get(identity(add))
+            if bullet is None:
                 section = find_section(add.section, self.sections)
                 if section not in self.sections:
                     self.sections.append(section)
-                bullet_id = self._new_id(section)
-                present[_folded(add.content)] = bullet_id
-                self.bullets[bullet_id] = Bullet(bullet_id, section, add.content, 0, 0, add.reflection_ids)
-            else:
-                bullet = self.bullets[bullet_id]
-                reflections = join_ids(bullet.reflection_ids, add.reflection_ids)
-                self.bullets[bullet_id] = replace(bullet, reflection_ids=reflections)
-            self._record({index: add}, bullet_id)
+                bullet = Bullet(self._new_id(section), section, add.content)
+            reflections = join_ids(bullet.reflection_ids, add.reflection_ids)
+            self.bullets[bullet.id] = replace(bullet, reflection_ids=reflections)
+            self._record(add, bullet.id)
 
     def _new_id(self, section: str) -> str:
         while True:
-            bullet_id = f"{slug_of(section)}-{self.next_number:05d}"
+            bullet_id = f"{section_slug(section)}-{self.next_number:05d}"
             self.next_number += 1
             if bullet_id not in self.bullets:
                 return bullet_id
 
 
-def _checked(delta: Any, known: Mapping[str, Bullet]) -> Delta:
-    """The delta, its texts and ids cleaned.
-
-    Raises:
-        PlaybookError: If it cannot be applied.
-    """
-    if isinstance(delta, Mapping):
-        delta = delta_from(delta)
-    if not isinstance(delta, Add | Update | Merge | Remove):
-        raise PlaybookError(f"a delta is an Add, Update, Merge or Remove, not {type(delta).__name__}")
-    reflections = clean_ids(delta.reflection_ids)
-    if isinstance(delta, Remove):
-        return replace(delta, id=_known(delta.id, known), reflection_ids=reflections)
-    content = clean_text(delta.content, "the content")
-    if not content.strip():
-        raise PlaybookError("the content is empty")
-    if isinstance(delta, Add):
-        section = clean_text(delta.section, "the section")
-        return replace(delta, section=section, content=content, reflection_ids=reflections)
-    if isinstance(delta, Update):
-        return replace(delta, id=_known(delta.id, known), content=content, reflection_ids=reflections)
-    if isinstance(delta.ids, str) or not isinstance(delta.ids, Iterable):
-        raise PlaybookError(f"the ids of a MERGE are a list, not {delta.ids!r}")
-    ids = tuple(dict.fromkeys(_known(bullet_id, known) for bullet_id in delta.ids))
-    if len(ids) < 2:
-        raise PlaybookError(f"a MERGE needs two different ids, not {list(ids)}")
-    return replace(delta, ids=ids, content=content, reflection_ids=reflections)
+def unite(first: Bullet, bullets: Sequence[Bullet]) -> Bullet:
+    """Return `first` with the counters and reflection ids of all `bullets`, of which it is one."""
+    return replace(
+        first,
+        helpful=sum(bullet.helpful for bullet in bullets),
+        harmful=sum(bullet.harmful for bullet in bullets),
+        reflection_ids=join_ids(*(bullet.reflection_ids for bullet in bullets)),
+    )
 
 
-def _known(bullet_id: Any, known: Mapping[str, Bullet]) -> str:
-    """The id, with or without its brackets, if the playbook has it."""
-    bare = bullet_id.strip().removeprefix("[").removesuffix("]") if isinstance(bullet_id, str) else bullet_id
-    if not isinstance(bare, str) or bare not in known:
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_id(bullet_id: Any, known: Mapping[str, Bullet]) -> str:
+    bare = bare_id(bullet_id)
+    if bare is None or bare not in known:
         raise PlaybookError(f"unknown id {bullet_id!r}")
     return bare
 
 
-def _join_equal(updates: Sequence[Update]) -> list[Update]:
-    """One update for each content, reflection ids joined, the better supported first."""
-    joined: dict[str, Update] = {}
-    for update in updates:
-        first = joined.get(update.content)
-        reflections = join_ids(first.reflection_ids if first else (), update.reflection_ids)
-        joined[update.content] = replace(update, reflection_ids=reflections)
-    return sorted(
-        joined.values(),
-        key=lambda item: (len(item.reflection_ids), len(item.content), item.content),
-        reverse=True,
-    )
-
-
-def _merge_support(merges: Mapping[int, Merge]) -> tuple[int, int, str, tuple[str, ...]]:
-    """A sort key for equal MERGEs: more reflections, then more bullets; the rest only settles ties."""
-    merge = next(iter(merges.values()))
-    reflections = join_ids(*(item.reflection_ids for item in merges.values()))
-    return len(reflections), len(merge.ids), merge.content, tuple(sorted(merge.ids))
-
-
-def _folded(content: str) -> str:
-    return " ".join(content.split())
+def _support(delta: Update | Merge) -> tuple[int, int, str, list[str]]:
+    """Return a sort key: more reflections, then more bullets or a longer content; the rest only settles ties."""
+    size = len(delta.ids) if isinstance(delta, Merge) else len(delta.content)
+    return len(delta.reflection_ids), size, delta.content, sorted(touched_ids(delta))

@@ -11,10 +11,11 @@ ids continue after the highest one in sight.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,56 +26,54 @@ from dspy_combee.playbook.bullets import (
     Entry,
     PlaybookError,
     TextLine,
+    bare_id,
     clean_section,
     find_section,
 )
-from dspy_combee.playbook.deltas import Applied, Batch, Conflict, Refused, Resolve
-from dspy_combee.playbook.diff import PlaybookDiff, compare
-from dspy_combee.playbook.files import from_json, is_json, read_whole, to_json, write_whole
-from dspy_combee.playbook.near_duplicates import NearDuplicates, TokenJaccard
-from dspy_combee.playbook.pruning import Pruned, estimate_tokens, prune, unite_bullets
-from dspy_combee.playbook.text import BEGIN, END, find_block, following_number, parse, render
+from dspy_combee.playbook.deltas import Applied, Batch, Conflict, Refused
+from dspy_combee.playbook.pruning import NearDuplicates, Pruned, prune, same_words
+from dspy_combee.playbook.text import BEGIN, END, find_block, number_after, parse, render, render_bullet
+from dspy_combee.records.files import replacing
+from dspy_combee.records.lengths import estimate_tokens
 
 TAGS = ("helpful", "harmful", "neutral")
+
+_FORMAT = "dspy_combee.playbook"
+_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Playbook:
-    """Bullets in sections, in order, with whatever lines of text stand between them.
+    """Hold bullets in sections, in order, with whatever lines of text stand between them.
 
     Iterating gives the bullets and `len` counts them, so a playbook without bullets is false.
-
-    Attributes:
-        sections: The names of the sections, in order, empty ones included; ACE's seven by default. Those that only
-            entries name are appended.
-        entries: Bullets and lines of text. They are grouped by section, otherwise their order is kept.
-        next_number: The number of the next new bullet's id; raised above those in use.
 
     Raises:
         PlaybookError: If two bullets have one id, or something is not of its kind.
     """
 
     sections: tuple[str, ...] = tuple(SECTIONS)
+    """The names of the sections, in order, empty ones included. Those that only entries name are appended."""
     entries: tuple[Entry, ...] = ()
+    """Bullets and lines of text, grouped by section, otherwise in the order given."""
     next_number: int = 1
+    """The number of the next new bullet's id; raised above those in use."""
 
     def __post_init__(self) -> None:
-        entries = list(self.entries)
-        for entry in entries:
+        for entry in self.entries:
             if not isinstance(entry, Bullet | TextLine):
                 raise PlaybookError(f"an entry is a Bullet or a TextLine, not {type(entry).__name__}")
-        bullets = [entry for entry in entries if isinstance(entry, Bullet)]
-        repeated = [name for name, count in Counter(bullet.id for bullet in bullets).items() if count > 1]
-        if repeated:
+        ids = Counter(entry.id for entry in self.entries if isinstance(entry, Bullet))
+        if repeated := [name for name, count in ids.items() if count > 1]:
             raise PlaybookError(f"ids that come more than once: {', '.join(repeated)}")
         if type(self.next_number) is not int or not 1 <= self.next_number <= MAX_NEXT_NUMBER:
             raise PlaybookError(f"next_number must be an int >= 1, not {self.next_number!r}")
-        names = [*map(clean_section, self.sections), *(entry.section for entry in entries)]
+        names = [*map(clean_section, self.sections), *(entry.section for entry in self.entries)]
         sections = tuple(name for name in dict.fromkeys(names) if name)
         places = {name: place for place, name in enumerate(("", *sections))}
         object.__setattr__(self, "sections", sections)
-        object.__setattr__(self, "entries", tuple(sorted(entries, key=lambda entry: places[entry.section])))
-        object.__setattr__(self, "next_number", max(self.next_number, following_number(entries)))
+        object.__setattr__(self, "entries", tuple(sorted(self.entries, key=lambda entry: places[entry.section])))
+        object.__setattr__(self, "next_number", max(self.next_number, number_after(self.entries)))
 
     def __len__(self) -> int:
         return len(self.bullets)
@@ -87,7 +86,7 @@ class Playbook:
 
     @cached_property
     def bullets(self) -> tuple[Bullet, ...]:
-        """All bullets, in order."""
+        """Return all bullets, in order."""
         return tuple(entry for entry in self.entries if isinstance(entry, Bullet))
 
     @cached_property
@@ -95,27 +94,25 @@ class Playbook:
         return {bullet.id: bullet for bullet in self.bullets}
 
     def get(self, bullet_id: str) -> Bullet | None:
-        """The bullet with this id, or None."""
+        """Return the bullet with this id, or None."""
         return self._by_id.get(bullet_id)
 
     def in_section(self, name: str) -> tuple[Bullet, ...]:
-        """The bullets of a section, in order; the name may be spelled as in `formulas_and_calculations`."""
+        """Return the bullets of a section, in order; the name may be spelled as in `formulas_and_calculations`."""
         section = find_section(name, self.sections) if name else ""
         return tuple(bullet for bullet in self.bullets if bullet.section == section)
 
-    def apply(self, deltas: Iterable[Any], resolve: Resolve | None = None) -> DeltaReport:
+    def apply(self, deltas: Iterable[Any]) -> DeltaReport:
         """Apply one batch of deltas that were all proposed against this playbook.
 
-        `dspy_combee.deltas` says how conflicts are settled. Text lines are left alone.
+        `dspy_combee.playbook.deltas` says how conflicts are settled. Text lines are left alone.
 
         Args:
             deltas: `Add`, `Update`, `Merge` and `Remove`, or mappings as `delta_from` reads them. Whatever else
                 comes is refused.
-            resolve: Called with a bullet and its differing UPDATEs, the better supported first; gives the
-                content to use, or None. What it raises is passed on.
         """
         batch = Batch(self.sections, self.bullets, self.next_number)
-        batch.run(deltas, resolve)
+        batch.run(deltas)
         playbook = self._with(batch.bullets.values(), tuple(batch.sections), batch.next_number)
         return DeltaReport(playbook, tuple(batch.applied), tuple(batch.refused), tuple(batch.conflicts))
 
@@ -135,32 +132,19 @@ class Playbook:
             else:
                 reason = f"unknown tag {tag!r}" if bullet_id in self._by_id else f"unknown id {bullet_id!r}"
                 refused.append(Refused(index, pair, reason))
-        bullets = [
+        playbook = self._with(
             replace(
                 bullet,
                 helpful=bullet.helpful + counted[bullet.id, "helpful"],
                 harmful=bullet.harmful + counted[bullet.id, "harmful"],
             )
             for bullet in self.bullets
-        ]
+        )
         helpful, harmful, neutral = (sum(count for (_, tag), count in counted.items() if tag == name) for name in TAGS)
-        return TagReport(self._with(bullets), helpful, harmful, neutral, tuple(refused))
-
-    def unite(self, near_duplicates: NearDuplicates | None = None) -> PruneReport:
-        """Unite all near-duplicates: the better supported content stays, counters and reflection ids are joined.
-
-        Args:
-            near_duplicates: `TokenJaccard()` by default; `EmbeddingCosine(embedder)` judges by an embedder.
-        """
-        bullets, pruned = unite_bullets(self.bullets, near_duplicates or TokenJaccard())
-        return self._pruned(bullets, pruned, None, estimate_tokens)
+        return TagReport(playbook, helpful, harmful, neutral, tuple(refused))
 
     def enforce_budget(
-        self,
-        token_budget: int = 80_000,
-        *,
-        near_duplicates: NearDuplicates | None = None,
-        count_tokens: Callable[[str], int] = estimate_tokens,
+        self, token_budget: int = 80_000, *, near_duplicates: NearDuplicates = same_words
     ) -> PruneReport:
         """Prune the playbook until its text fits.
 
@@ -169,45 +153,45 @@ class Playbook:
         of text and headers are not pruned, so the report's `fits` may be false even without bullets.
 
         Args:
-            token_budget: The most tokens of the text that stands in a prompt, at least 1.
-            near_duplicates: `TokenJaccard()` by default; `EmbeddingCosine(embedder)` judges by an embedder.
-            count_tokens: Counts the tokens of a text.
+            token_budget: The most tokens (estimated) of the text that stands in a prompt, at least 1.
+            near_duplicates: By default bullets with the same words; `EmbeddingCosine(embedder)` judges by an embedder.
 
         Raises:
             ValueError: If `token_budget` is not an int >= 1.
         """
         if type(token_budget) is not int or token_budget < 1:
             raise ValueError(f"token_budget must be an int >= 1, not {token_budget!r}")
-        bullets, pruned = prune(
-            self.bullets,
-            token_budget,
-            lambda kept: count_tokens(self._with(kept).to_prompt()),
-            near_duplicates or TokenJaccard(),
-        )
-        return self._pruned(bullets, pruned, token_budget, count_tokens)
+
+        def count(kept: Iterable[Bullet]) -> int:
+            return estimate_tokens(self._with(kept).to_prompt())
+
+        bullets, pruned = prune(self.bullets, token_budget, count, near_duplicates)
+        tokens = count(bullets)
+        return PruneReport(self._with(bullets), tuple(pruned), tokens, tokens <= token_budget)
 
     def diff(self, other: Playbook) -> PlaybookDiff:
-        """What changes from this playbook to `other`, by bullet id; the order of entries is not compared."""
-        return compare(self.entries, other.entries)
+        """Return what changes from this playbook to `other`, by bullet id; the order of entries is not compared."""
+        lines, other_lines = (
+            Counter(entry for entry in playbook.entries if isinstance(entry, TextLine)) for playbook in (self, other)
+        )
+        pairs = ((bullet, other.get(bullet.id)) for bullet in self)
+        return PlaybookDiff(
+            added=(*(bullet for bullet in other if not self.get(bullet.id)), *(other_lines - lines).elements()),
+            removed=(*(bullet for bullet in self if not other.get(bullet.id)), *(lines - other_lines).elements()),
+            changed=tuple((before, after) for before, after in pairs if after and before != after),
+        )
 
-    def to_text(self, *, reflections: bool = True) -> str:
-        """The text form, which `from_text` reads back; `dspy_combee.playbook.text` describes it.
+    def to_text(self) -> str:
+        """Return the text form, which `from_text` reads back; `dspy_combee.playbook.text` describes it."""
+        return render(self.sections, self.entries, self.next_number)
 
-        Args:
-            reflections: Whether to note, after all sections, which reflections each bullet came from. Without
-                these notes the text is shorter and reading it back gives bullets with no reflection ids.
+    def to_prompt(self) -> str:
+        """Return the text form for a prompt: without the ids of reflections, and with tabs written as `&#9;`.
+
+        Ids of reflections cost tokens and mean nothing to a model. DSPy expands tabs in a signature's instructions, so
+        they would not come back from there.
         """
-        return render(self.sections, self.entries, self.next_number, reflections=reflections)
-
-    def to_prompt(self, *, reflections: bool = False) -> str:
-        """The text form for a prompt: without reflection ids, and with tabs written as `&#9;`.
-
-        DSPy expands tabs in a signature's instructions, so they would not come back from there.
-
-        Args:
-            reflections: Whether the ids of reflections go in too.
-        """
-        return render(self.sections, self.entries, self.next_number, reflections=reflections, tabs=False)
+        return render(self.sections, self.entries, self.next_number, for_prompt=True)
 
     @classmethod
     def from_text(cls, text: str, *, strict: bool = False) -> Playbook:
@@ -221,22 +205,40 @@ class Playbook:
         Raises:
             PlaybookError: In strict mode, with the number of the malformed line.
         """
-        parts = parse(text, strict=strict)
-        return cls(tuple(parts.sections), tuple(parts.entries), parts.next_number)
+        return cls(*parse(text, strict=strict))
 
     def to_json(self) -> str:
-        """The JSON form, which `from_json` reads back."""
-        return to_json(self.sections, self.entries, self.next_number)
+        """Return the JSON form, which `from_json` reads back; an entry with a `text` is a line of text."""
+        data = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "next_number": self.next_number,
+            "sections": list(self.sections),
+            "entries": [asdict(entry) for entry in self.entries],
+        }
+        return json.dumps(data, ensure_ascii=False, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Playbook:
         """Read the JSON form.
 
         Raises:
-            PlaybookError: If the text is no JSON or not a playbook.
+            PlaybookError: If the text is not JSON or not a playbook.
         """
-        parts = from_json(text)
-        return cls(tuple(parts.sections), tuple(parts.entries), parts.next_number)
+        try:
+            data: Any = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PlaybookError(f"not JSON: {error}") from error
+        if not isinstance(data, dict) or data.get("format") != _FORMAT or data.get("version") != _VERSION:
+            raise PlaybookError(f"not a playbook: 'format' {_FORMAT!r} and 'version' {_VERSION} are expected")
+        sections, items = data.get("sections"), data.get("entries")
+        if not isinstance(sections, list) or not isinstance(items, list):
+            raise PlaybookError("not a playbook: 'sections' and 'entries' must be lists")
+        try:
+            entries = tuple(TextLine(**item) if "text" in item else Bullet(**item) for item in items)
+        except TypeError as error:
+            raise PlaybookError(f"not a playbook: {error}") from error
+        return cls(tuple(sections), entries, data.get("next_number", 1))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the playbook to a file, whole or not at all: JSON if it ends in `.json`, else text.
@@ -244,7 +246,8 @@ class Playbook:
         Raises:
             OSError: If the file cannot be written; an older one is then still there.
         """
-        write_whole(path, self.to_json() if is_json(path) else self.to_text())
+        with replacing(path) as file:
+            file.write(self.to_json() if _is_json(path) else self.to_text())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, strict: bool = False) -> Playbook:
@@ -258,8 +261,12 @@ class Playbook:
             OSError: If the file cannot be read.
             PlaybookError: If it is not a playbook.
         """
-        text = read_whole(path)
-        return cls.from_json(text) if is_json(path) else cls.from_text(text, strict=strict)
+        try:
+            with open(path, encoding="utf-8", newline="") as file:
+                text = file.read()
+        except UnicodeDecodeError as error:
+            raise PlaybookError(f"{os.fspath(path)} is not UTF-8: {error}") from error
+        return cls.from_json(text) if _is_json(path) else cls.from_text(text, strict=strict)
 
     @classmethod
     def from_program(cls, program: Any, predictor: str | None = None) -> Playbook:
@@ -283,12 +290,9 @@ class Playbook:
         return next(iter(found.values()))
 
     def _with(
-        self,
-        bullets: Iterable[Bullet],
-        sections: tuple[str, ...] | None = None,
-        next_number: int | None = None,
+        self, bullets: Iterable[Bullet], sections: tuple[str, ...] | None = None, next_number: int | None = None
     ) -> Playbook:
-        """The same playbook with these bullets: changed ones in their places, new ones at the end of a section."""
+        """Return a playbook with these bullets: changed ones in their places, new ones at the end of a section."""
         new = {bullet.id: bullet for bullet in bullets}
         entries: list[Entry] = []
         for entry in self.entries:
@@ -296,24 +300,12 @@ class Playbook:
                 entries.append(entry)
             elif entry.id in new:
                 entries.append(new.pop(entry.id))
-        number = self.next_number if next_number is None else next_number
-        return Playbook(self.sections if sections is None else sections, (*entries, *new.values()), number)
-
-    def _pruned(
-        self,
-        bullets: Sequence[Bullet],
-        pruned: Sequence[Pruned],
-        budget: int | None,
-        count: Callable[[str], int],
-    ) -> PruneReport:
-        playbook = self._with(bullets)
-        before, after = count(self.to_prompt()), count(playbook.to_prompt())
-        return PruneReport(playbook, tuple(pruned), before, after, budget is None or after <= budget)
+        return Playbook(sections or self.sections, (*entries, *new.values()), next_number or self.next_number)
 
 
 @dataclass(frozen=True)
 class DeltaReport:
-    """What `Playbook.apply` did. Every delta is in `applied`, in `refused`, or in a conflict's `dropped`."""
+    """Report what `Playbook.apply` did. Every delta is in `applied`, `refused`, or a conflict's `dropped`."""
 
     playbook: Playbook
     applied: tuple[Applied, ...]
@@ -323,7 +315,7 @@ class DeltaReport:
 
 @dataclass(frozen=True)
 class TagReport:
-    """What `Playbook.tag` did: how many tags of each kind were counted, and those that were not."""
+    """Report what `Playbook.tag` did: how many tags of each kind were counted, and those that were not."""
 
     playbook: Playbook
     helpful: int
@@ -334,36 +326,49 @@ class TagReport:
 
 @dataclass(frozen=True)
 class PruneReport:
-    """What `Playbook.enforce_budget` did.
-
-    Attributes:
-        playbook: What is left.
-        pruned: The bullets that went, in the order in which they went, each with its reason.
-        tokens_before: The tokens of the text in a prompt before.
-        tokens_after: The same after.
-        fits: Whether they are within the budget.
-    """
+    """Report what `Playbook.enforce_budget` did."""
 
     playbook: Playbook
+    """What is left."""
     pruned: tuple[Pruned, ...]
-    tokens_before: int
+    """The bullets that went, in the order in which they went, each with its reason."""
     tokens_after: int
+    """The tokens (estimated) of what is left, as text in a prompt."""
     fits: bool
+    """Whether they are within the budget."""
 
 
-def attach(instructions: str, playbook: Playbook, *, reflections: bool = False) -> str:
-    """Put a playbook at the end of instructions, between two delimiter lines that nothing in it can imitate.
+@dataclass(frozen=True)
+class PlaybookDiff:
+    """Hold what changes from one playbook to another; it is false if nothing does, and `str` shows it by line."""
 
-    Tabs are written as `&#9;`, since DSPy expands those in instructions. To replace a playbook, `detach` it first:
+    added: tuple[Entry, ...]
+    """Bullets, then lines of text, that only the other has."""
+    removed: tuple[Entry, ...]
+    """Bullets, then lines of text, that only the first has."""
+    changed: tuple[tuple[Bullet, Bullet], ...]
+    """Bullets with one id that are not equal, as pairs (before, after)."""
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.changed)
+
+    def __str__(self) -> str:
+        signed: list[tuple[str, Entry]] = [("-", entry) for entry in self.removed]
+        for before, after in self.changed:
+            signed += [("-", before), ("+", after)]
+        signed += [("+", entry) for entry in self.added]
+        return "\n".join(
+            f"{sign} {render_bullet(entry) if isinstance(entry, Bullet) else entry.text}" for sign, entry in signed
+        )
+
+
+def attach(instructions: str, playbook: Playbook) -> str:
+    """Put a playbook, as `Playbook.to_prompt` writes it, at the end of instructions.
+
+    It stands between two delimiter lines that nothing in it can imitate. To replace a playbook, `detach` it first:
     instructions that end with one are taken as they are.
-
-    Args:
-        instructions: Any text.
-        playbook: Goes in whole.
-        reflections: Whether the ids of reflections go in too. They cost tokens and mean nothing to a model.
     """
-    text = playbook.to_prompt(reflections=reflections)
-    return (instructions + "\n\n" if instructions else "") + f"{BEGIN}\n{text}{END}"
+    return (instructions + "\n\n" if instructions else "") + f"{BEGIN}\n{playbook.to_prompt()}{END}"
 
 
 def detach(instructions: str) -> tuple[str, Playbook | None]:
@@ -380,13 +385,13 @@ def detach(instructions: str) -> tuple[str, Playbook | None]:
 
 
 def playbooks_in(program: Any) -> dict[str, Playbook]:
-    """The playbooks in a DSPy program's instructions, by the name of the predictor."""
-    found = {}
-    for name, predictor in program.named_predictors():
-        playbook = detach(predictor.signature.instructions)[1]
-        if playbook is not None:
-            found[name] = playbook
-    return found
+    """Return the playbooks in a DSPy program's instructions, by the name of the predictor."""
+    found = {name: detach(predictor.signature.instructions)[1] for name, predictor in program.named_predictors()}
+    return {name: playbook for name, playbook in found.items() if playbook is not None}
+
+
+def _is_json(path: str | os.PathLike[str]) -> bool:
+    return os.fspath(path).lower().endswith(".json")
 
 
 def read_tag(pair: Any) -> tuple[str, str]:
@@ -395,4 +400,4 @@ def read_tag(pair: Any) -> tuple[str, str]:
         pair = (pair.get("id", pair.get("bullet_id")), pair.get("tag"))
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(item, str) for item in pair):
         return repr(pair), ""
-    return pair[0].strip().removeprefix("[").removesuffix("]"), pair[1].strip().lower()
+    return bare_id(pair[0]) or "", pair[1].strip().lower()

@@ -39,7 +39,7 @@ from dspy_combee.playbook.bullets import (
     Entry,
     PlaybookError,
     TextLine,
-    number_of,
+    bullet_number,
 )
 
 BEGIN = "===== PLAYBOOK BEGIN ====="
@@ -49,13 +49,12 @@ _INDENT = "  "
 _BEGIN_LINE = re.compile(rf"(?<![^\n]){re.escape(BEGIN)}\n")
 _HEADER = re.compile(r"##[ \t]+(\S.*)")
 _BULLET = re.compile(rf"\[({ID_PATTERN})\](?:[ \t](.*))?", re.DOTALL)
-_COUNTERS = re.compile(r"[ \t]*helpful=([0-9]+)[ \t]+harmful=([0-9]+)[ \t]*::(?:[ \t](.*)|(.*))", re.DOTALL)
+_COUNTERS = re.compile(r"[ \t]*helpful=([0-9]+)[ \t]+harmful=([0-9]+)[ \t]*::[ \t]?(.*)", re.DOTALL)
 _LOOKS_NAMED = re.compile(rf"[\s\\*+-]*\[({ID_PATTERN})\]")
 _LOOKS_COUNTED = re.compile(r"[ \t]*(?:helpful|harmful)=")
 _NOTE = re.compile(r"<!-- (?:next-id|reflections)\b.*")
 _NEXT_ID = re.compile(r"<!-- next-id ([0-9]{1,13}) -->")
 _REFLECTIONS = re.compile(rf"<!-- reflections ({ID_PATTERN}) (\[.*\]) -->")
-_ESCAPED = re.compile(r"(\\*)(.*)", re.DOTALL)
 
 _MARKED = re.compile("[\r\ufeff]")
 _MARKED_AND_TABS = re.compile("[\r\ufeff\t]")
@@ -63,59 +62,27 @@ _AMPERSAND = re.compile(r"&(?=(?:#38;)*#(?:9|13|65279);)")
 _MARK = re.compile(r"&#38;(?=(?:#38;)*#(?:9|13|65279);)|&#(?:9|13|65279);")
 
 
-class Parts(NamedTuple):
-    """What a text holds: section names in order, entries in order, and the number of the next id."""
-
-    sections: list[str]
-    entries: list[Entry]
-    next_number: int
-
-
-class BulletLine(NamedTuple):
-    """The first line of a bullet, its content not yet decoded."""
-
-    id: str
-    helpful: int
-    harmful: int
-    content: str
-
-
-def render(
-    sections: Iterable[str],
-    entries: Sequence[Entry],
-    next_number: int,
-    *,
-    reflections: bool,
-    tabs: bool = True,
-) -> str:
+def render(sections: Iterable[str], entries: Sequence[Entry], next_number: int, *, for_prompt: bool = False) -> str:
     """Write the text form; it ends with a newline unless it is empty.
 
     Args:
         sections: The names of all sections, in order, empty ones included.
         entries: Grouped by section, those of the section `""` first.
         next_number: The number that the next new bullet gets.
-        reflections: Whether to note which reflections each bullet came from.
-        tabs: Whether a tab may stand as it is; if not, it is written as `&#9;`.
+        for_prompt: Whether to leave out which reflections bullets came from, and to write tabs as `&#9;`.
     """
-    by_section = {name: list(group) for name, group in groupby(entries, key=lambda entry: entry.section)}
-    marked = _MARKED if tabs else _MARKED_AND_TABS
-    blocks = ["\n".join(_lines(by_section[""], marked))] if "" in by_section else []
-    blocks += [
-        "\n".join([f"## {_encode(name, marked)}", *_lines(by_section.get(name, []), marked)]) for name in sections
-    ]
-    bullets = [entry for entry in entries if isinstance(entry, Bullet)]
+    marked = _MARKED_AND_TABS if for_prompt else _MARKED
+    by_section = {name: _lines(group, marked) for name, group in groupby(entries, key=lambda entry: entry.section)}
+    blocks = [by_section[""]] if "" in by_section else []
+    blocks += [[f"## {_encode(name, marked)}", *by_section.get(name, [])] for name in sections]
     notes = []
-    if next_number != following_number(entries):
+    if next_number != number_after(entries):
         notes.append(f"<!-- next-id {next_number} -->")
-    if reflections:
-        notes += [
-            f"<!-- reflections {bullet.id} {json.dumps(bullet.reflection_ids)} -->"
-            for bullet in bullets
-            if bullet.reflection_ids
-        ]
+    bullets = [] if for_prompt else [entry for entry in entries if isinstance(entry, Bullet) and entry.reflection_ids]
+    notes += [f"<!-- reflections {bullet.id} {json.dumps(bullet.reflection_ids)} -->" for bullet in bullets]
     if notes:
-        blocks.append("\n".join(notes))
-    return "\n\n".join(blocks) + "\n" if blocks else ""
+        blocks.append(notes)
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n" if blocks else ""
 
 
 def render_bullet(bullet: Bullet, marked: re.Pattern[str] = _MARKED) -> str:
@@ -124,27 +91,38 @@ def render_bullet(bullet: Bullet, marked: re.Pattern[str] = _MARKED) -> str:
     return f"[{bullet.id}] helpful={bullet.helpful} harmful={bullet.harmful} :: {content}"
 
 
-def following_number(entries: Iterable[Entry]) -> int:
-    """The number after the highest in use; a line of text that looks like a bullet uses that of its id."""
-    named = ((entry.id if isinstance(entry, Bullet) else _id_in(entry.text)) for entry in entries)
-    numbers = (number_of(name) for name in named if name)
-    return max((number for number in numbers if number < MAX_NUMBER), default=0) + 1
+def number_after(entries: Iterable[Entry]) -> int:
+    """Return the number after the highest in use; a line of text that looks like a bullet uses that of its id."""
+    ids: list[str] = []
+    for entry in entries:
+        if isinstance(entry, Bullet):
+            ids.append(entry.id)
+        elif match := _LOOKS_NAMED.match(entry.text):
+            ids.append(match[1])
+    return max((number for number in map(bullet_number, ids) if number < MAX_NUMBER), default=0) + 1
 
 
-def parse(text: str, *, strict: bool) -> Parts:
+def parse(text: str, *, strict: bool) -> tuple[tuple[str, ...], tuple[Entry, ...], int]:
     r"""Read the text form.
 
     Args:
         text: Lines that end in `\n` or `\r\n`.
         strict: Whether a line that is no bullet, header, note or blank is an error; else it is kept as text.
 
+    Returns:
+        The section names in order, the entries in order, and the number of the next id.
+
     Raises:
         PlaybookError: In strict mode, with the line's number.
     """
-    reader = _Reader(strict)
-    for number, line in enumerate(text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n"), start=1):
-        reader.read(number, line)
-    return reader.finish()
+    reader = _Reader(text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n"), strict)
+    while reader.place < len(reader.lines):
+        reader.read_next()
+    entries = tuple(
+        replace(entry, reflection_ids=reader.reflections.get(entry.id, ())) if isinstance(entry, Bullet) else entry
+        for entry in reader.entries
+    )
+    return tuple(reader.sections), entries, max(reader.next_number, number_after(entries))
 
 
 def find_block(text: str) -> tuple[str, str] | None:
@@ -174,7 +152,7 @@ def _lines(entries: Iterable[Entry], marked: re.Pattern[str]) -> list[str]:
         line = _encode(entry.text, marked)
         # Indented text is taken for a bullet's content only where a bullet stands before it.
         if after_bullet or not line.startswith(_INDENT):
-            line = _escape(line)
+            line = "\\" + line if _has_meaning(line.lstrip("\\")) else line
             after_bullet = False
         lines.append(line)
     return lines
@@ -188,37 +166,28 @@ def _decode(text: str) -> str:
     return _MARK.sub(lambda match: chr(int(match[0][2:-1])), text)
 
 
-def _id_in(line: str) -> str:
-    match = _LOOKS_NAMED.match(line)
-    return match[1] if match else ""
-
-
-def _count(digits: str) -> int:
-    """A counter; Python itself refuses to read more than some thousand digits."""
-    return MAX_COUNT if len(digits.lstrip("0")) > len(str(MAX_COUNT)) else int(digits)
-
-
-def _escape(line: str) -> str:
-    return "\\" + line if _has_meaning(line.lstrip("\\")) else line
-
-
-def _unescape(line: str) -> str:
-    return line[1:] if line.startswith("\\") and _has_meaning(line.lstrip("\\")) else line
-
-
 def _has_meaning(line: str) -> bool:
-    """Whether a reader could take the line for something else than text; a blank one is never written as text."""
+    """Tell whether a reader could take the line for something else than text; a blank one is never written."""
     return bool(
         line.startswith((BEGIN, END))
         or (line.startswith(_INDENT) and line.strip())
         or _HEADER.fullmatch(line)
         or _NOTE.fullmatch(line)
-        or read_bullet_line(line)
+        or _read_bullet_line(line)
     )
 
 
-def read_bullet_line(line: str) -> BulletLine | None:
-    """The first line of a bullet, with or without counters; None where the line is none.
+class _BulletLine(NamedTuple):
+    """Hold what the first line of a bullet says; its content is not yet decoded."""
+
+    id: str
+    helpful: int
+    harmful: int
+    content: str
+
+
+def _read_bullet_line(line: str) -> _BulletLine | None:
+    """Read the first line of a bullet, with or without counters; give None where the line is none.
 
     Where counters are begun they must be whole: a line such as `[calc-00003] helpful=x :: ...` is no bullet.
     """
@@ -226,112 +195,93 @@ def read_bullet_line(line: str) -> BulletLine | None:
     if match is None:
         return None
     rest = match[2] or ""
-    counted = _COUNTERS.fullmatch(rest)
-    if counted:
-        content = counted[3] if counted[3] is not None else counted[4]
-        return BulletLine(match[1], _count(counted[1]), _count(counted[2]), content)
-    return None if _LOOKS_COUNTED.match(rest) else BulletLine(match[1], 0, 0, rest)
+    if counted := _COUNTERS.fullmatch(rest):
+        return _BulletLine(match[1], _read_count(counted[1]), _read_count(counted[2]), counted[3])
+    return None if _LOOKS_COUNTED.match(rest) else _BulletLine(match[1], 0, 0, rest)
+
+
+def _read_count(digits: str) -> int:
+    # Python itself refuses to read more than some thousand digits.
+    return MAX_COUNT if len(digits.lstrip("0")) > len(str(MAX_COUNT)) else int(digits)
 
 
 class _Reader:
-    """Reads a playbook's text line by line."""
+    """Read the text form line by line."""
 
-    def __init__(self, strict: bool) -> None:
+    def __init__(self, lines: Sequence[str], strict: bool) -> None:
+        self.lines = lines
         self.strict = strict
-        self.sections: list[str] = []
+        self.place = 0
+        self.sections: dict[str, None] = {}
         self.section = ""
         self.entries: list[Entry] = []
         self.ids: set[str] = set()
         self.next_number = 1
         self.reflections: dict[str, tuple[str, ...]] = {}
-        self.open: BulletLine | None = None
-        self.open_lines: list[tuple[int, str]] = []
-        self.blank_lines = 0
 
-    def read(self, number: int, line: str) -> None:
-        if self.open and line.startswith(_INDENT):
-            self.open_lines += [(number, "")] * self.blank_lines
-            self.open_lines.append((number, line))
-            self.blank_lines = 0
-        elif not line.strip():
-            self.blank_lines += 1
-        else:
-            self.close()
-            if not (self.read_header(line) or self.read_note(line) or self.read_bullet(number, line)):
-                self.read_text(number, line)
+    def read_next(self) -> None:
+        place, line = self.place, self.lines[self.place]
+        self.place += 1
+        if line.strip() and not (self.read_header(line) or self.read_note(line) or self.read_bullet(place, line)):
+            self.keep_text(place, line)
 
     def read_header(self, line: str) -> bool:
         match = _HEADER.fullmatch(line)
         name = " ".join(_decode(match[1]).split()) if match else ""
-        if not name:
-            return False
-        self.section = name
-        if name not in self.sections:
-            self.sections.append(name)
-        return True
+        if name:
+            self.section = name
+            self.sections[name] = None
+        return bool(name)
 
     def read_note(self, line: str) -> bool:
-        if match := _NEXT_ID.fullmatch(line):
-            if not 1 <= int(match[1]) <= MAX_NEXT_NUMBER:
-                return False
+        if (match := _NEXT_ID.fullmatch(line)) and 1 <= int(match[1]) <= MAX_NEXT_NUMBER:
             self.next_number = max(self.next_number, int(match[1]))
             return True
         match = _REFLECTIONS.fullmatch(line)
         if match is None or match[1] not in self.ids or match[1] in self.reflections:
             return False
         ids = _read_list(match[2])
-        if not ids:
-            return False
-        self.reflections[match[1]] = ids
-        return True
+        if ids:
+            self.reflections[match[1]] = ids
+        return bool(ids)
 
-    def read_bullet(self, number: int, line: str) -> bool:
-        self.open = read_bullet_line(line)
-        if self.open is None:
+    def read_bullet(self, place: int, line: str) -> bool:
+        bullet = _read_bullet_line(line)
+        if bullet is None or bullet.id in self.ids:
             return False
-        if self.open.id in self.ids:
-            self.open = None
-            return False
-        self.open_lines = [(number, line)]
-        return True
-
-    def read_text(self, number: int, line: str) -> None:
+        end = self.place
+        for position in range(self.place, len(self.lines)):
+            if self.lines[position].startswith(_INDENT):
+                end = position + 1
+            elif self.lines[position].strip():
+                break
+        more = [text[len(_INDENT) :] if text.startswith(_INDENT) else "" for text in self.lines[self.place : end]]
+        self.place = end
+        content = _decode("\n".join([bullet.content, *more]))
+        if content.strip():
+            self.ids.add(bullet.id)
+            self.entries.append(Bullet(bullet.id, self.section, content, bullet.helpful, bullet.harmful))
+            return True
         if self.strict:
-            bullet = read_bullet_line(line)
+            raise PlaybookError(f"line {place + 1}: [{bullet.id}] has no content")
+        for position in range(place, end):
+            if self.lines[position].strip():
+                self.keep_text(position, self.lines[position])
+        return True
+
+    def keep_text(self, place: int, line: str) -> None:
+        if self.strict:
+            bullet = _read_bullet_line(line)
             problem = f"[{bullet.id}] comes twice" if bullet else "no bullet, section or next line of a bullet"
-            raise PlaybookError(f"line {number}: {problem}: {line!r}")
-        raw = _unescape(line)
+            raise PlaybookError(f"line {place + 1}: {problem}: {line!r}")
+        raw = line[1:] if line.startswith("\\") and _has_meaning(line.lstrip("\\")) else line
         text = _decode(raw)
         # `&#13;` alone on a line stays as it is: decoded it would be blank.
         self.entries.append(TextLine(self.section, text if text.strip() else raw))
 
-    def close(self) -> None:
-        """Finish the bullet that is open; one without content is a malformed line."""
-        bullet, self.open, self.blank_lines = self.open, None, 0
-        if bullet is None:
-            return
-        lines = [bullet.content, *(line[len(_INDENT) :] for _, line in self.open_lines[1:])]
-        content = _decode("\n".join(lines))
-        if content.strip():
-            self.ids.add(bullet.id)
-            self.entries.append(Bullet(bullet.id, self.section, content, bullet.helpful, bullet.harmful))
-            return
-        if self.strict:
-            raise PlaybookError(f"line {self.open_lines[0][0]}: [{bullet.id}] has no content")
-        for number, line in self.open_lines:
-            if line.strip():
-                self.read_text(number, line)
-
-    def finish(self) -> Parts:
-        self.close()
-        for place, entry in enumerate(self.entries):
-            if isinstance(entry, Bullet) and entry.id in self.reflections:
-                self.entries[place] = replace(entry, reflection_ids=self.reflections[entry.id])
-        return Parts(self.sections, self.entries, max(self.next_number, following_number(self.entries)))
-
 
 def _read_list(text: str) -> tuple[str, ...]:
-    """The texts of a JSON list; none where it is not one."""
+    """Return the texts of a JSON list; none where it is not one."""
     try:
         items: Any = json.loads(text)
     except (ValueError, RecursionError):

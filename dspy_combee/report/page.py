@@ -14,20 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from dspy_combee.records.text import repair
 from dspy_combee.records.types import StepRecord, Usage
-from dspy_combee.report import plots
+from dspy_combee.report import plots, summary
 from dspy_combee.report.diff import diff_lines
 from dspy_combee.report.playbook import playbook_histories
 from dspy_combee.report.step_log import FILE_NAME, read_steps
-from dspy_combee.report.summary import (
-    as_text,
-    by_iteration,
-    final_texts,
-    mean,
-    reflection_usage,
-    run_seconds,
-    spent_by_phase,
-    tree_of,
-)
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -51,7 +41,7 @@ def html_page(steps: Sequence[StepRecord]) -> str:
     num_texts = 2 * num_calls + sum(len(getattr(step, "reflections", ())) for step in steps)
     page = _template().render(
         steps=steps,
-        usage=sum((records[0].usage for records in by_iteration(steps)), Usage()),
+        usage=sum((records[0].usage for records in summary.by_iteration(steps)), Usage()),
         histories=playbook_histories(steps),
         longest=min(LONGEST_TEXT, ALL_TEXTS // max(1, num_texts)),
         plain=num_calls > MANY_CALLS,
@@ -61,10 +51,10 @@ def html_page(steps: Sequence[StepRecord]) -> str:
 
 
 def report_main(log_dir: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> tuple[Path, int]:
-    """Write the report of a run from its `log_dir`, or the `steps.jsonl` in it; return its path and the steps' number.
+    """Write the report of a run from its `log_dir`; return its path and the number of steps.
 
     Args:
-        log_dir: The folder or the file.
+        log_dir: The folder, or the `steps.jsonl` in it.
         out: The file to write. Default: `report.html` beside the steps.
 
     Raises:
@@ -145,8 +135,7 @@ def _template() -> Template:
     environment.filters["number"] = number
     environment.globals.update(style=Markup(style), style_hash=f"sha256-{digest}")
     environment.globals.update(plots=plots, svg=lambda *values: Markup(plots.svg_chart(*values)))
-    for function in (as_text, diff_lines, final_texts, mean, reflection_usage, run_seconds, spent_by_phase, tree_of):
-        environment.globals[function.__name__] = function
+    environment.globals.update(summary=summary, diff_lines=diff_lines)
     return environment.get_template("page.html.jinja")
 
 

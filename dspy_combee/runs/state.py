@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
-from dspy_combee.playbook.files import read_whole, write_whole
+from dspy_combee.records.files import replacing
 from dspy_combee.records.types import Spent, Usage
 
 VERSION = 2
@@ -137,7 +137,8 @@ class StateFile:
         plain["reflection"] = asdict(state.reflection)
         data = {"format": self._format, "version": VERSION, "run": self.run, "state": plain}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
+        with replacing(self.path) as file:
+            file.write(json.dumps(data, ensure_ascii=False, indent=1) + "\n")
 
     def read(self) -> LoopState | None:
         """Return the state that was saved; None where there is none.
@@ -149,7 +150,7 @@ class StateFile:
         if not self.path.exists():
             return None
         try:
-            data = json.loads(read_whole(self.path))
+            data = json.loads(self.path.read_text(encoding="utf-8"))
             if not isinstance(data, dict) or not isinstance(data.get("run"), dict):
                 raise ValueError("it is no JSON object with the fields of a run")
             kind, version, saved = (data.pop(name, None) for name in ("format", "version", "run"))
