@@ -12,7 +12,7 @@ from dspy.clients import base_lm
 
 from dspy_combee import CombeeResult, PowerLawBatchSize, ReflectionError, TreeAggregator, load_traces, save_traces
 from dspy_combee.learners.trace_batches import CONTEXT_TOKENS, context_tokens, group_tokens, trace_sizer
-from dspy_combee.records.lengths import estimate_tokens
+from dspy_combee.records.text import estimate_tokens
 from dspy_combee.report import html_page
 from dspy_combee.runs.trace_state import TraceState, TraceStateFile
 from dspy_combee.testing import SimulatedLM

@@ -34,7 +34,7 @@ from dspy_combee.learners.trace_batches import (
     trace_record,
 )
 from dspy_combee.playbook.records import PlaybookChange, PlaybookStep
-from dspy_combee.records.lengths import estimate_tokens
+from dspy_combee.records.text import estimate_tokens
 from dspy_combee.traces import Trace
 
 UNCHECKED = "No valset: what each step on traces makes of the playbook is taken as it comes, and nothing checks it."

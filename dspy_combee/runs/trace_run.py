@@ -36,8 +36,8 @@ from dspy_combee.learners.trace_batches import (
 )
 from dspy_combee.records.checks import digest_of
 from dspy_combee.records.errors import OutOfBudgetError, ReflectionError
-from dspy_combee.records.lengths import estimate_tokens
 from dspy_combee.records.secrecy import keeping_secret
+from dspy_combee.records.text import estimate_tokens
 from dspy_combee.records.types import Reduction, ReflectionRecord, Rollout, Spent, StepRecord, Usage
 from dspy_combee.report.step_log import StepLog, alone_in
 from dspy_combee.runs.events import StepRecorder
