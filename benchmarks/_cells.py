@@ -20,7 +20,7 @@ import dspy
 from benchmarks.tasks import Models, Pace, Task, fingerprint, real_models, simulated_models
 from dspy_combee import CombeeOptimizer, PlaybookOptimizer, Rollout, Spent, ThreadExecutor
 from dspy_combee.calls.lm_calls import usage_of
-from dspy_combee.records.lengths import estimate_tokens
+from dspy_combee.records.text import estimate_tokens
 from dspy_combee.reduce import resolve_aggregator
 from dspy_combee.reduce.baselines import TopKAggregator
 from dspy_combee.rollouts.feedback import Scorer

@@ -15,7 +15,7 @@ import dspy
 
 from benchmarks._overload_task import REFLECTION_TOKENS, Novelty, overload_lm, overload_task
 from dspy_combee import Playbook, PlaybookOptimizer
-from dspy_combee.records.lengths import estimate_tokens
+from dspy_combee.records.text import estimate_tokens
 from dspy_combee.records.types import ProposalNode
 from dspy_combee.testing import Loss, find_lessons
 

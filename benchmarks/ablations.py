@@ -43,7 +43,7 @@ from benchmarks.run import SIMULATED, spread
 from benchmarks.tasks import LOSSES, SIZES, Pace, Task, load_task
 from dspy_combee import CombeeError, CombeeOptimizer, PlaybookOptimizer
 from dspy_combee.cli.command_line import quiet_logs
-from dspy_combee.records.lengths import estimate_tokens
+from dspy_combee.records.text import estimate_tokens
 from dspy_combee.testing import find_lessons
 
 FIXED = (5, 10, 20, 40, 80)

@@ -6,7 +6,7 @@ import pytest
 from dspy_combee import Bullet, Playbook
 from dspy_combee.playbook import EmbeddingCosine, TextLine
 from dspy_combee.playbook.pruning import same_words
-from dspy_combee.records.lengths import estimate_tokens
+from dspy_combee.records.text import estimate_tokens
 
 UNITE = [
     ("Check the units.", "check the units"),

@@ -29,7 +29,7 @@ from dspy_combee import (
     TopKAggregator,
     TreeAggregator,
 )
-from dspy_combee.records.lengths import estimate_tokens
+from dspy_combee.records.text import estimate_tokens
 from dspy_combee.reduce import AGGREGATORS, resolve_aggregator
 from dspy_combee.reduce.baselines import nearest_to_centres
 from dspy_combee.reduce.shuffle import augmented_shuffle, default_num_groups, effective_duplication, split_evenly

@@ -19,7 +19,7 @@ from hypothesis import example, given
 
 from dspy_combee import ReflectionError
 from dspy_combee.calls.lm_calls import StrictJSONAdapter, UnusableReplyError
-from dspy_combee.records.lengths import estimate_tokens
+from dspy_combee.records.text import estimate_tokens
 from dspy_combee.reduce.tree import TreeAggregator
 from dspy_combee.runs.scope import RunScope
 from dspy_combee.testing import Reply

@@ -21,7 +21,7 @@ from dspy_combee import (
     save_traces,
 )
 from dspy_combee.learners.learner import CONTEXT_TOKENS, context_tokens, record_tokens
-from dspy_combee.records.lengths import estimate_tokens
+from dspy_combee.records.text import estimate_tokens
 from dspy_combee.report import html_page
 from dspy_combee.runs.state import LoopState, StateFile
 from dspy_combee.testing import SimulatedLM

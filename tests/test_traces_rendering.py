@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_combee.records.lengths import estimate_tokens
+from dspy_combee.records.text import estimate_tokens
 from dspy_combee.records.types import ReflectionRecord
 from dspy_combee.reduce.tree import TreeAggregator
 from dspy_combee.traces import Trace, TraceMessage, render_trace, to_record

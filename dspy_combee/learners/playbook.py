@@ -38,8 +38,7 @@ from dspy_combee.playbook.pruning import NearDuplicates, same_words
 from dspy_combee.playbook.records import PlaybookChange, PlaybookStep, Reflection
 from dspy_combee.records.checks import check_int, digest_of
 from dspy_combee.records.errors import OutOfBudgetError
-from dspy_combee.records.lengths import estimate_tokens
-from dspy_combee.records.text import as_text
+from dspy_combee.records.text import as_text, estimate_tokens
 from dspy_combee.records.types import Reduction, Rollout, StepRecord, Usage
 from dspy_combee.reduce import resolve_aggregator
 from dspy_combee.reduce.tree import Aggregator, ReductionTask, reduce_tasks

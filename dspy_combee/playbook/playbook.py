@@ -34,7 +34,7 @@ from dspy_combee.playbook.deltas import Applied, Batch, Conflict, Refused
 from dspy_combee.playbook.pruning import NearDuplicates, Pruned, prune, same_words
 from dspy_combee.playbook.text import BEGIN, END, find_block, number_after, parse, render, render_bullet
 from dspy_combee.records.files import replacing
-from dspy_combee.records.lengths import estimate_tokens
+from dspy_combee.records.text import estimate_tokens
 
 TAGS = ("helpful", "harmful", "neutral")
 

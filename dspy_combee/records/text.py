@@ -1,4 +1,8 @@
-"""Text that is data: what goes into a prompt, or comes out of a reply, never taken for anything else."""
+"""Text as data: made safe for a prompt, measured in tokens, and cut to fit.
+
+What stands in a prompt or comes out of a reply is never taken for anything else: placeholders, backticks, field markers
+and DSPy's custom-type markers in it change nothing.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ def repair(text: str) -> str:
 
 
 def text_of(value: object, form: Callable[[Any], str] = str) -> str:
-    """`str(value)`, or another form of it; where the value's own method fails, its type and the failure's."""
+    """Return `form(value)`; if the value's own method raises, name the type of the value and of the error instead."""
     try:
         return form(value)
     except Exception as error:
@@ -35,15 +39,15 @@ def text_of(value: object, form: Callable[[Any], str] = str) -> str:
 
 
 def as_text(text: str) -> str:
-    """`text` as it may stand in a prompt: repaired, with DSPy's custom-type markers made inert."""
+    """Make `text` safe for a prompt: repair it, and make DSPy's custom-type markers in it inert."""
     return _TYPE_MARKERS.sub("<<" + _WORD_JOINER, repair(text))
 
 
 def as_data(value: Any) -> Any:
-    """`value` with every text in it made safe for a prompt.
+    """Make every text in `value` safe for a prompt.
 
-    DSPy's own types (images, histories) stay what they are and are passed by reference; what has no plain
-    form becomes its `str`.
+    DSPy's own types (images, histories) keep their type and are passed by reference; an object without a plain form
+    becomes its `str`.
     """
     if isinstance(value, str):
         return as_text(value)
@@ -72,7 +76,7 @@ def as_data(value: Any) -> Any:
 
 
 def _same_type(value: Any) -> Any:
-    """`value` with every text in it made safe and every type kept; `value` itself where nothing changes."""
+    """Make every text in `value` safe and keep every type; return `value` itself if nothing changes."""
     if isinstance(value, str):
         return as_text(value)
     if isinstance(value, BaseModel):
@@ -87,3 +91,62 @@ def _same_type(value: Any) -> Any:
 
 def _fields(model: BaseModel) -> dict[str, Any]:
     return {**vars(model), **(model.model_extra or {})}
+
+
+def estimate_tokens(value: Any) -> int:
+    """Estimate the tokens that `value` takes as text, at least 1.
+
+    Four ASCII characters count as one token, any other character as one; an image or other DSPy type as 1,000.
+    """
+    if isinstance(value, Mapping):
+        return 1 + sum(estimate_tokens(key) + estimate_tokens(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return 1 + sum(estimate_tokens(item) for item in value)
+    if isinstance(value, Type):
+        return 1000
+    text = value if isinstance(value, str) else str(value)
+    plain = len(text.encode("ascii", "ignore"))
+    return max(1, plain // 4 + len(text) - plain)
+
+
+def cut_to_fit(value: Any, max_tokens: int) -> Any:
+    """Cut the longest texts in `value` in the middle, leaving a mark, until it takes at most `max_tokens`.
+
+    Only texts are cut: if the rest alone takes more than that, so does the result.
+    """
+    while (over := estimate_tokens(value) - max_tokens) > 0:
+        longest = max(_leaves(value), key=estimate_tokens, default="")
+        shorter = _cut_middle(longest, max(0, estimate_tokens(longest) - over))
+        if len(shorter) >= len(longest):
+            return value
+        value = _replaced(value, longest, shorter)
+    return value
+
+
+def _leaves(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    parts = list(value.values()) if isinstance(value, Mapping) else value
+    return [leaf for part in parts for leaf in _leaves(part)] if isinstance(parts, list | tuple) else []
+
+
+def _replaced(value: Any, old: str, new: str) -> Any:
+    if isinstance(value, str):
+        return new if value == old else value
+    if isinstance(value, Mapping):
+        return {key: _replaced(item, old, new) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replaced(item, old, new) for item in value]
+    return value
+
+
+def _cut_middle(text: str, max_tokens: int) -> str:
+    """Keep the start and the end of `text` within `max_tokens`, or only the mark if that alone takes more."""
+    kept = int(len(text) * max_tokens / max(1, estimate_tokens(text)))
+    while True:
+        mark = f" [... {len(text) - kept:,} characters cut ...] "
+        head, tail = (kept + 1) // 2, kept // 2
+        cut = text[:head] + mark + (text[-tail:] if tail else "")
+        if kept == 0 or estimate_tokens(cut) <= max_tokens:
+            return cut
+        kept = max(0, kept - max(1, kept // 50))

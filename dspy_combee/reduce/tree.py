@@ -18,7 +18,7 @@ from dspy_combee.calls.executors import Executor
 from dspy_combee.calls.guard import CallGuard, late_reason
 from dspy_combee.records.checks import check_int
 from dspy_combee.records.errors import OutOfBudgetError
-from dspy_combee.records.lengths import cut_to_fit, estimate_tokens
+from dspy_combee.records.text import cut_to_fit, estimate_tokens
 from dspy_combee.records.types import ProposalNode, Reduction
 from dspy_combee.reduce.shuffle import augmented_shuffle, default_num_groups, effective_duplication, split_evenly
 

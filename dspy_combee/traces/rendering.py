@@ -3,7 +3,7 @@
 What stays longest: the task, what was said of the run (score, errors, the verifier's output), the last steps, and
 outputs of tools that look like errors. Outputs of tools are cut first, each to its beginning and its end; then steps
 of the middle are left out; then what is left of long messages is cut. Each cut leaves a mark that says how much is
-gone. Tokens are counted as by `lengths.estimate_tokens`: a quarter of the ASCII characters and all of the others.
+gone. Tokens are counted as by `estimate_tokens`: a quarter of the ASCII characters and all of the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from dspy_combee.records.lengths import estimate_tokens
+from dspy_combee.records.text import estimate_tokens
 from dspy_combee.records.types import ReflectionRecord
 from dspy_combee.traces.programs import plain_text
 from dspy_combee.traces.types import Trace, TraceMessage
