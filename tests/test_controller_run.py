@@ -13,7 +13,7 @@ from gepa.strategies.proposal_sampling import PxNSampling
 from dspy_combee import PowerLawBatchSize
 
 from .clocks import CallClock
-from .lessons import examples, instruction, is_level_1, learn, learning_lm, make, metric
+from .lessons import instruction, is_level_1, learn, learning_lm, metric
 
 STUDENT, REFLECTION = 1, 50
 
@@ -35,33 +35,34 @@ def profiled(result):
     return [step.n for step in result.steps if step.profiling]
 
 
-class Stop:
-    """A stop callback that lets the search make so many steps."""
-
-    def __init__(self, steps):
-        self.left = steps + 1
-
-    def __call__(self, state):
-        self.left -= 1
-        return self.left <= 0
-
-
 def stop_after(steps, **more):
-    return {"stop_callbacks": [Stop(steps)], **more}
+    """Arguments for gepa that let the search make so many steps."""
+    looks = itertools.count()
+    return {"stop_callbacks": [lambda state: next(looks) >= steps], **more}
 
 
 # --- profiling ---------------------------------------------------------------------------------------------
 
 
-def test_the_first_step_is_cold_and_the_sizes_are_timed_in_turn():
-    result = controlled(max_metric_calls=500, gepa_kwargs=stop_after(6))
+def test_the_first_step_is_cold_and_the_sizes_are_timed_in_turn(caplog):
+    with caplog.at_level(logging.INFO, "dspy_combee"):
+        result = controlled(max_metric_calls=500, n_val=7, gepa_kwargs=stop_after(6))
+    first, *_, fifth = result.steps[:5]
     assert profiled(result) == [5, 5, 10, 20]
     assert [step.seconds for step in result.steps[:4]] == [step_seconds(n) for n in (5, 5, 10, 20)]
-    fit = result.steps[4].fit
-    assert fit.medians == tuple((n, step_seconds(n)) for n in (5, 10, 20))
-    assert result.steps[4].n == 40
-    assert result.steps[4].size_reason.startswith("n = 40, at most a factor of 2 from 20; n = 70: the plateau")
+    assert fifth.fit.medians == tuple((n, step_seconds(n)) for n in (5, 10, 20))
+    assert fifth.n == 40
+    assert fifth.size_reason.startswith("n = 40, at most a factor of 2 from 20; n = 70: the plateau")
     assert all(step.fit is None for step in result.steps[:4])
+    # Their proposals are kept when accepted.
+    assert [(step.accepted, step.candidate) for step in result.steps[:4]] == [(True, n) for n in (1, 2, 3, 4)]
+    # The time of a step leaves validation out.
+    assert first.validation_seconds == 7 * STUDENT
+    assert first.epoch_seconds(400) == step_seconds(5) * 400 / 5
+    assert first.epoch_seconds(400, with_validation=True) == (step_seconds(5) + 7) * 400 / 5
+    line = next(message for message in caplog.messages if message.startswith("Step 1: n = 5 took"))
+    assert f"{first.epoch_seconds(400):.3g} s" in line
+    assert f"{first.epoch_seconds(400, with_validation=True):.3g} s with validation" in line
 
 
 @pytest.mark.parametrize("budget", [325, 500, 645, 700])
@@ -81,37 +82,6 @@ def test_a_budget_too_small_to_profile_fixes_n_and_the_log_says_so(caplog):
     assert result.batch_size_fit is None
     assert any("n = 15, not profiled" in message for message in caplog.messages)
     assert "not profiled" in result.steps[0].size_reason
-
-
-def test_proposals_of_profiling_steps_are_kept_when_accepted():
-    lm = learning_lm()
-    program = learn(
-        lm,
-        n_train=400,
-        n_val=5,
-        reflection_minibatch_size=PowerLawBatchSize(candidates=(5, 10, 20), clock=CallClock(STUDENT, REFLECTION)),
-        max_metric_calls=500,
-        gepa_kwargs=stop_after(4),
-    )
-    steps = program.detailed_results.steps
-    assert [step.profiling for step in steps] == [True] * 4
-    assert all(step.accepted for step in steps)
-    assert [step.candidate for step in steps] == [1, 2, 3, 4]
-    assert len(program.detailed_results.candidates) == 5
-
-
-def test_the_time_of_a_step_leaves_validation_out(caplog):
-    with caplog.at_level(logging.INFO, "dspy_combee"):
-        result = controlled(max_metric_calls=500, n_val=7, gepa_kwargs=stop_after(1))
-    first = result.steps[0]
-    assert first.accepted
-    assert first.seconds == step_seconds(5)
-    assert first.validation_seconds == 7 * STUDENT
-    assert first.epoch_seconds(400) == step_seconds(5) * 400 / 5
-    assert first.epoch_seconds(400, with_validation=True) == (step_seconds(5) + 7) * 400 / 5
-    line = next(message for message in caplog.messages if message.startswith("Step 1: n = 5 took"))
-    assert f"{first.epoch_seconds(400):.3g} s" in line
-    assert f"{first.epoch_seconds(400, with_validation=True):.3g} s with validation" in line
 
 
 def test_the_time_is_shared_by_parallel_proposals():
@@ -203,21 +173,9 @@ def test_every_step_refines_the_fit_and_says_why_n_is_what_it_is(caplog):
     assert result.batch_size_fit == chosen[-1].fit
 
 
-def test_n_moves_by_at_most_a_factor_of_2():
-    """Steps of equal time: T falls with 1 / n, and the plateau is 3 * 62.5 ** (1 / 2) = 23.7."""
-    clock = itertools.count()
-    result = controlled(learning_lm(), lambda: float(next(clock)), candidates=(3, 12), max_metric_calls=700)
-    after = [step for step in result.steps if not step.profiling]
-    assert [after[0].n, after[0].fit.choice] == [24, 24]
-    sizes = [profiled(result)[-1], *(step.n for step in after if "budget" not in step.size_reason)]
-    assert all((a + 1) // 2 <= b <= 2 * a for a, b in itertools.pairwise(sizes))
-
-
 def test_an_int_is_clamped_by_the_budget_too_and_the_log_says_so(caplog):
     with caplog.at_level(logging.INFO, "dspy_combee"):
-        result = learn(
-            learning_lm(), n_train=40, n_val=5, reflection_minibatch_size=20, max_metric_calls=110
-        ).detailed_results
+        result = controlled(n_train=40, reflection_minibatch_size=20, max_metric_calls=110)
     assert result.batch_sizes[:3] == (20, 20, 5), "5 + 45 + 45 are spent then, and 5 of the 15 left are reserved"
     assert any("the budget allow instead of 20" in message for message in caplog.messages)
 
@@ -229,7 +187,6 @@ def test_an_injected_clock_makes_runs_equal():
     one, two = (controlled(max_metric_calls=400, num_threads=n, candidates=(3, 6, 12)) for n in (1, 8))
     assert profiled(one) == [3, 3, 6, 12]
     assert account(one) == account(two)
-    assert one.candidates[one.best_idx].named_predictors()
     assert instruction(one.candidates[one.best_idx]) == instruction(two.candidates[two.best_idx])
 
 
@@ -237,9 +194,7 @@ def test_an_injected_clock_makes_runs_equal():
 def test_batch_sizes_given_back_replay_the_run(strategy):
     options: dict[str, Any] = {"max_metric_calls": 700, "gepa_kwargs": {"sampling_strategy": strategy}}
     first = controlled(candidates=(2, 4, 8), **options)
-    second = learn(
-        learning_lm(), n_train=400, n_val=5, reflection_minibatch_size=list(first.batch_sizes), **options
-    ).detailed_results
+    second = controlled(learning_lm(), reflection_minibatch_size=list(first.batch_sizes), **options)
     assert len(set(first.batch_sizes)) > 3
     assert profiled(first)[-1] == 8
     assert second.batch_sizes == first.batch_sizes
@@ -249,13 +204,8 @@ def test_batch_sizes_given_back_replay_the_run(strategy):
 
 def test_auto_is_the_default_and_runs_on_the_real_clock():
     lm = learning_lm(latency=lambda prompt, rng: 0.002)
-    with dspy.context(lm=lm):
-        optimizer = make(
-            lm, reflection_minibatch_size="auto", max_metric_calls=1400, num_threads=8, gepa_kwargs=stop_after(7)
-        )
-        result = optimizer.compile(
-            dspy.Predict("question -> answer"), examples(300), valset=examples(5)
-        ).detailed_results
+    options = {"reflection_minibatch_size": "auto", "max_metric_calls": 1400, "num_threads": 8}
+    result = learn(lm, n_train=300, n_val=5, gepa_kwargs=stop_after(7), **options).detailed_results
     assert profiled(result) == [5, 5, 10, 20, 40, 80]
     assert result.batch_size_fit is not None
     assert result.to_dict()["batch_size_fit"]["alpha"] is not None
@@ -268,9 +218,7 @@ def test_auto_is_the_default_and_runs_on_the_real_clock():
 @pytest.mark.parametrize("num_examples", [1, 2, 3, 4, 5, 7])
 def test_small_trainsets(num_examples, size):
     lm = learning_lm()
-    result = learn(
-        lm, n_train=num_examples, n_val=3, reflection_minibatch_size=size, max_metric_calls=60
-    ).detailed_results
+    result = controlled(lm, n_train=num_examples, n_val=3, reflection_minibatch_size=size, max_metric_calls=60)
     assert result.steps
     assert max(result.batch_sizes) <= num_examples
     for step in result.steps:

@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import logging
-import random
 import threading
 from collections import Counter
 from typing import Any
@@ -17,20 +16,21 @@ from dspy.teleprompt.gepa import InstructionProposer
 from dspy_combee import CombeeOptimizer
 from dspy_combee.testing import ScriptedLM
 
+from .test_rollout import Program, question_of, solver
+
 LEARNED = "LEARNED"
 
 
 class Capture(InstructionProposer):
     """Gives each component a marked instruction, and keeps the records that it was shown."""
 
-    def __init__(self, text: str = LEARNED) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.text = text
         self.groups: list[tuple[str, list[Any]]] = []
 
     def __call__(self, candidate, reflective_dataset, components_to_update):
         self.groups += [(name, reflective_dataset[name]) for name in components_to_update]
-        return {name: f"{self.text} {name}" for name in components_to_update}
+        return {name: f"{LEARNED} {name}" for name in components_to_update}
 
     @property
     def components(self) -> set[str]:
@@ -59,14 +59,13 @@ def feedback_metric(gold, pred, trace=None, pred_name=None, pred_trace=None):
     return dspy.Prediction(score=float(pred.answer == "right"), feedback=f"feedback for {pred_name}")
 
 
-def questions(n: int, **more: Any) -> list[dspy.Example]:
-    return [dspy.Example(question=f"q{i}", **more).with_inputs("question", *more) for i in range(n)]
-
-
-def learn(program, trainset, *, lm=None, metric=feedback_metric, capture=None, steps=1, **keywords):
-    """Run so many steps over the whole trainset, every component in each."""
+def learn(program, trainset, *, lm=None, metric=feedback_metric, **keywords):
+    """Make one step over the trainset (so many questions, or examples), of every component: program and records."""
+    if isinstance(trainset, int):
+        trainset = [dspy.Example(question=f"q{i}").with_inputs("question") for i in range(trainset)]
+    capture = Capture()
     options = {
-        "max_metric_calls": 1 + steps * (2 * len(trainset) + 1),
+        "max_metric_calls": 2 + 2 * len(trainset),
         "reflection_minibatch_size": len(trainset),
         "reflection_lm": ScriptedLM(default={"new_instruction": f"{LEARNED} merged"}),
         "instruction_proposer": capture,
@@ -77,7 +76,7 @@ def learn(program, trainset, *, lm=None, metric=feedback_metric, capture=None, s
         **keywords,
     }
     with dspy.context(lm=lm or student_lm()):
-        return CombeeOptimizer(metric, **options).compile(program, trainset, valset=trainset[-1:])
+        return CombeeOptimizer(metric, **options).compile(program, trainset, valset=trainset[-1:]), capture
 
 
 def instructions_of(program) -> dict[str, str]:
@@ -88,17 +87,11 @@ def instructions_of(program) -> dict[str, str]:
 
 
 def test_one_predictor():
-    capture = Capture()
-    student = dspy.Predict("question -> answer")
-    better = learn(student, questions(9), capture=capture)
+    better, capture = learn(solver(), 9)
     assert instructions_of(better) == {"self": "LEARNED self"}
     assert capture.inputs("self") == [f"q{i}" for i in range(9)]
-    first = capture.records("self")[0]
-    assert first == {
-        "Inputs": {"question": "q0"},
-        "Generated Outputs": {"answer": "wrong"},
-        "Feedback": "feedback for self",
-    }
+    shown = {"Inputs": {"question": "q0"}, "Generated Outputs": {"answer": "wrong"}, "Feedback": "feedback for self"}
+    assert capture.records("self")[0] == shown
     uses = Counter(id(record) for _, records in capture.groups for record in records)
     assert set(uses.values()) == {2}, "every record is in two groups"
     (step,) = better.detailed_results.steps
@@ -106,22 +99,15 @@ def test_one_predictor():
     assert (step.scores_before, step.scores_after) == ((0.0,) * 9, (1.0,) * 9)
 
 
-class Twins(dspy.Module):
+def twins() -> Program:
     """Two predictors of one signature, each for its own kind of question; neither for q0."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kind = dspy.Predict("question -> kind")
-        self.odd = dspy.Predict("question -> answer")
-        self.even = copy.deepcopy(self.odd)
-
-    def forward(self, question):
+    def run(self, question):
         kind = self.kind(question=question).kind
         return dspy.Prediction(answer="none") if kind == "none" else getattr(self, kind)(question=question)
 
-
-def question_of(prompt) -> str:
-    return prompt.question.split("[[ ## question ## ]]\n")[1].split()[0]
+    odd = solver()
+    return Program(run, kind="question -> kind", odd=odd, even=copy.deepcopy(odd))
 
 
 def kind_of(prompt):
@@ -131,8 +117,7 @@ def kind_of(prompt):
 
 @pytest.mark.parametrize("num_threads", [1, 8])
 def test_several_predictors_and_twins(num_threads):
-    capture = Capture()
-    better = learn(Twins(), questions(9), lm=student_lm(kind=kind_of), capture=capture, num_threads=num_threads)
+    better, capture = learn(twins(), 9, lm=student_lm(kind=kind_of), num_threads=num_threads)
     assert capture.inputs("kind") == [f"q{i}" for i in range(9)]
     assert capture.inputs("odd") == ["q1", "q3", "q5", "q7"]
     assert capture.inputs("even") == ["q2", "q4", "q6", "q8"]
@@ -147,43 +132,36 @@ def test_several_predictors_and_twins(num_threads):
     ids=["not selected", "not reached"],
 )
 def test_other_components_are_left_alone(kind, selector, changed):
-    capture, student = Capture(), Twins()
-    better = learn(student, questions(9), lm=student_lm(kind=kind), capture=capture, component_selector=selector)
+    student = twins()
+    better, capture = learn(student, 9, lm=student_lm(kind=kind), component_selector=selector)
     assert capture.components == changed
     assert instructions_of(better) == {**instructions_of(student), **{name: f"LEARNED {name}" for name in changed}}
 
 
-class TwinsInside(dspy.Module):
+def copying() -> Program:
     """Copies its predictor during the call, as `BestOfN` does."""
+    run = lambda self, question: [copy.deepcopy(self.solve)(question=question) for _ in range(2)][-1]  # noqa: E731
+    return Program(run, solve="question -> answer", unused="question -> answer")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.solve = dspy.Predict("question -> answer")
-        self.unused = dspy.Predict("question -> answer")
 
-    def forward(self, question):
-        return [copy.deepcopy(self.solve)(question=question) for _ in range(2)][-1]
+def thinker() -> Any:
+    return dspy.ChainOfThought("question -> answer")
 
 
 def best_of_two() -> Any:
-    inner = dspy.ChainOfThought("question -> answer")
-    return dspy.BestOfN(module=inner, N=2, reward_fn=lambda args, pred: float(pred.answer == "right"), threshold=1.0)
+    return dspy.BestOfN(thinker(), N=2, reward_fn=lambda args, pred: float(pred.answer == "right"), threshold=1.0)
 
 
 @pytest.mark.parametrize(
-    ("make", "component", "outputs", "num_earlier"),
-    [
-        (TwinsInside, "solve", {"answer": "wrong"}, 1),
-        (best_of_two, "module.predict", {"reasoning": "because", "answer": "wrong"}, 0),
-        (lambda: dspy.ChainOfThought("question -> answer"), "predict", {"reasoning": "because", "answer": "wrong"}, 0),
-    ],
-    ids=["own copies", "BestOfN", "ChainOfThought"],
+    ("make", "component", "num_earlier"),
+    [(copying, "solve", 1), (best_of_two, "module.predict", 0), (thinker, "predict", 0)],
 )
-def test_copies_made_during_the_call_count_as_their_original(make, component, outputs, num_earlier):
-    capture, student = Capture(), make()
-    better = learn(student, questions(4), capture=capture)
+def test_copies_made_during_the_call_count_as_their_original(make, component, num_earlier):
+    student = make()
+    better, capture = learn(student, 4)
     assert capture.components == {component}
     assert capture.inputs(component) == ["q0", "q1", "q2", "q3"]
+    outputs = {"answer": "wrong"} if make is copying else {"reasoning": "because", "answer": "wrong"}
     for record in capture.records(component):
         assert record["Generated Outputs"] == outputs
         assert len(record.get("Earlier Calls", [])) == num_earlier
@@ -223,18 +201,13 @@ def agent_lm(turns: int = 2, tool_name: str = "search") -> ScriptedLM:
 
 
 def test_react_keeps_its_tools_in_the_prompt(tmp_path):
-    capture = Capture()
-    lm = agent_lm()
-    student = dspy.ReAct("question -> answer", tools=[search])
-    better = learn(student, questions(4), lm=lm, capture=capture)
+    lm, student = agent_lm(), dspy.ReAct("question -> answer", tools=[search])
+    better, capture = learn(student, 4, lm=lm)
     assert capture.components == {"react", "extract.predict"}
     assert capture.inputs("react") == ["q0", "q1", "q2", "q3"]
-    assert set(capture.records("react")[0]["Generated Outputs"]) == {
-        "next_thought",
-        "next_tool_name",
-        "next_tool_args",
-    }
-    assert set(capture.records("extract.predict")[0]["Generated Outputs"]) == {"reasoning", "answer"}
+    fields = {name: set(capture.records(name)[0]["Generated Outputs"]) for name in capture.components}
+    called = {"next_thought", "next_tool_name", "next_tool_args"}
+    assert fields == {"react": called, "extract.predict": {"reasoning", "answer"}}
     assert better.react.signature.instructions.startswith("LEARNED react\n")
     assert better.extract.predict.signature.instructions == "LEARNED extract.predict"
 
@@ -246,8 +219,7 @@ def test_react_keeps_its_tools_in_the_prompt(tmp_path):
         with dspy.context(lm=lm):
             assert program(question="q9").answer == "right"
         prompt = lm.calls[before].prompt.system
-        for tool in student.tools.values():
-            assert prompt.count(str(tool)) == 1
+        assert [prompt.count(str(tool)) for tool in student.tools.values()] == [1, 1]
 
 
 def test_react_keeps_an_instruction_that_still_lists_the_tools():
@@ -257,22 +229,18 @@ def test_react_keeps_an_instruction_that_still_lists_the_tools():
     def propose(candidate, reflective_dataset, components_to_update):
         return {name: texts[name] for name in components_to_update}
 
-    better = learn(student, questions(4), lm=agent_lm(), instruction_proposer=propose)
+    better, _ = learn(student, 4, lm=agent_lm(), instruction_proposer=propose)
     assert instructions_of(better) == texts
 
 
 @pytest.mark.parametrize(("make", "field"), [(dspy.ReAct, "trajectory"), (dspy.ReActV2, "Context")])
 def test_record_of_an_agent_shows_a_growing_transcript_once(make, field):
-    capture = Capture()
-    better = learn(make("question -> answer", tools=[search]), questions(4), lm=agent_lm(5), capture=capture)
+    better, capture = learn(make("question -> answer", tools=[search]), 4, lm=agent_lm(5))
     assert better.react.signature.instructions.startswith("LEARNED react")
     assert len(capture.records("react")) == 4
     for record in capture.records("react"):
         assert "Earlier Calls" not in record
         assert str(record["Inputs"][field]).count("found words of turn") == 5
-
-
-# Tools that hold what cannot be copied ------------------------------------------------------------------------
 
 
 class Client:
@@ -302,86 +270,13 @@ def closing_over(client: Client):
 def test_tool_with_a_client(make_tool, num_threads, caplog):
     client = Client()
     student = dspy.ReAct("question -> answer", tools=[make_tool(client)])
-    better = learn(student, questions(4), lm=agent_lm(1, "find"), capture=Capture(), num_threads=num_threads)
+    better, _ = learn(student, 4, lm=agent_lm(1, "find"), num_threads=num_threads)
     assert better.react.signature.instructions.startswith("LEARNED react")
     assert client.calls == 1 + 4 + 4 + 1, "one client for all rollouts: seed, parent, child, validation"
-    assert not root_warnings(caplog)
-
-
-def root_warnings(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "root" and r.levelno >= logging.WARNING]
-
-
-class Locked(dspy.Module):
-    """Holds a lock, beside its predictors and in a list, and a tool that is a method of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = threading.Lock()
-        self.parts = [dspy.Predict("question -> answer"), threading.Lock()]
-        self.agent = dspy.ReAct("question -> answer", tools=[self.look])
-        self.looked: list[str] = []
-
-    def look(self, query: str) -> str:
-        """Look around."""
-        with self.lock:
-            self.looked.append(query)
-        return f"seen {len(self.looked)}"
-
-    def forward(self, question):
-        with self.lock:
-            first = self.parts[0](question=question)
-        return dspy.Prediction(answer=first.answer, looked=[self.agent(question=question), *self.looked][1:])
-
-
-def test_program_with_a_lock_shares_it_quietly(caplog):
-    looked = []
-
-    def metric(gold, pred, trace=None, pred_name=None, pred_trace=None):
-        looked.append(len(pred.looked))
-        return feedback_metric(gold, pred, trace, pred_name)
-
-    student = Locked()
-    better = learn(student, questions(8), lm=agent_lm(1, "look"), metric=metric, capture=Capture(), num_threads=8)
-    assert better.lock is student.lock
-    assert better.parts[1] is student.parts[1]
-    assert better.parts[0] is not student.parts[0]
-    assert better.agent.tools["look"].func.__self__ is better, "the copy's tool is the copy's method"
-    assert set(looked) == {1}, "every rollout has a list of its own"
-    assert student.looked == []
-    assert instructions_of(better)["parts[0]"] == "LEARNED parts[0]"
-    assert not root_warnings(caplog)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 # What stays as it is ------------------------------------------------------------------------------------------
-
-
-class Pipeline(dspy.Module):
-    def __init__(self, lm: Any) -> None:
-        super().__init__()
-        self.frozen = dspy.ChainOfThought("question -> hint")
-        self.frozen._compiled = True
-        self.solve = dspy.Predict("question, hint -> answer")
-        self.solve.demos = [dspy.Example(question="demo", hint="h", answer="right").with_inputs("question", "hint")]
-        self.solve.lm = lm
-        self.config = {"depth": 2}
-
-    def forward(self, question):
-        return self.solve(question=question, hint=self.frozen(question=question).hint)
-
-
-def test_frozen_submodules_demos_and_lms_are_kept():
-    own_lm = student_lm()
-    capture = Capture()
-    student = Pipeline(own_lm)
-    better = learn(student, questions(4), lm=student_lm(hint="a hint"), capture=capture)
-    assert capture.components == {"solve"}
-    assert better.frozen._compiled
-    assert better.frozen.predict.signature.instructions == student.frozen.predict.signature.instructions
-    assert better.solve.lm is own_lm
-    assert better.solve.demos == student.solve.demos
-    assert capture.records("solve")[0]["Inputs"] == {"question": "q0", "hint": "a hint"}
-    assert len(own_lm.calls) == 1 + 4 + 4 + 1
 
 
 def everything_in(program) -> dict[str, Any]:
@@ -393,38 +288,25 @@ def everything_in(program) -> dict[str, Any]:
     }
 
 
-def test_student_is_unchanged():
-    student = Pipeline(student_lm())
+def test_frozen_submodules_demos_lms_and_the_student_are_kept():
+    own_lm, frozen = student_lm(), dspy.ChainOfThought("question -> hint")
+    frozen._compiled = True
+    run = lambda self, question: self.solve(question=question, hint=self.frozen(question=question).hint)  # noqa: E731
+    student = Program(run, frozen=frozen, solve="question, hint -> answer", config={"depth": 2})
+    student.solve.demos = [dspy.Example(question="demo", hint="h", answer="right").with_inputs("question", "hint")]
+    student.solve.lm = own_lm
     before = everything_in(student)
-    better = learn(student, questions(4), lm=student_lm(hint="a hint"), capture=Capture())
-    assert better is not student
-    assert instructions_of(better) != instructions_of(student)
+    better, capture = learn(student, 4, lm=student_lm(hint="a hint"))
     assert everything_in(student) == before
-
-
-class Corpus:
-    def __init__(self) -> None:
-        self.passages = [f"passage {i}" for i in range(150_000)]
-
-
-def test_big_attributes_are_shared_and_small_ones_are_not():
-    seen = []
-
-    class Retrieving(dspy.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.corpus = Corpus()
-            self.small = ["a"]
-            self.solve = dspy.Predict("question -> answer")
-
-        def forward(self, question):
-            seen.append((self.corpus, self.small))
-            return self.solve(question=question)
-
-    student = Retrieving()
-    learn(student, questions(4), capture=Capture())
-    assert all(corpus is student.corpus for corpus, _ in seen)
-    assert len({id(small) for _, small in seen}) == len(seen)
+    assert better is not student
+    assert capture.components == {"solve"}
+    assert instructions_of(better) == {**instructions_of(student), "solve": "LEARNED solve"}
+    assert better.frozen._compiled
+    assert better.frozen.predict.signature.instructions == frozen.predict.signature.instructions
+    assert better.solve.lm is own_lm
+    assert better.solve.demos == student.solve.demos
+    assert capture.records("solve")[0]["Inputs"] == {"question": "q0", "hint": "a hint"}
+    assert len(own_lm.calls) == 1 + 4 + 4 + 1
 
 
 # Inputs and outputs with types --------------------------------------------------------------------------------
@@ -432,44 +314,38 @@ def test_big_attributes_are_shared_and_small_ones_are_not():
 
 def test_images_are_passed_by_reference_and_reach_the_reflection_lm_as_images():
     trainset = [dspy.Example(picture=dspy.Image(f"https://x.com/{i}.png")).with_inputs("picture") for i in range(9)]
-    capture, reflection_lm = Capture(), ScriptedLM(default={"new_instruction": LEARNED})
-    student = dspy.Predict("picture: dspy.Image -> answer")
-    learn(student, trainset, capture=capture)
+    student, reflection_lm = dspy.Predict("picture: dspy.Image -> answer"), ScriptedLM(default={"new_instruction": "x"})
+    _, capture = learn(student, trainset)
     uses = Counter(id(record["Inputs"]["picture"]) for _, records in capture.groups for record in records)
     assert uses == {id(example.picture): 2 for example in trainset}
 
-    learn(student, trainset, reflection_lm=reflection_lm)
-    assert len(reflection_lm.calls) == 3, "three equal proposals need no merge"
-    assert not any("CUSTOM-TYPE" in call.prompt for call in reflection_lm.calls)
+    learn(student, trainset, reflection_lm=reflection_lm, instruction_proposer=None)
     prompts = [call.prompt for call in reflection_lm.calls]
+    assert len(prompts) == 3, "three equal proposals need no merge"
+    assert not any("CUSTOM-TYPE" in prompt for prompt in prompts)
     shown = [sum(f"<image image/png https://x.com/{i}.png>" in prompt for prompt in prompts) for i in range(9)]
     assert shown == [2] * 9
 
 
-@pytest.mark.parametrize("num_histories", [1, 2])
-def test_histories(num_histories):
-    names = ["history", "others"][:num_histories]
+def test_histories():
+    def history(text):
+        return dspy.History(messages=[{"question": text, "answer": "a"}])
+
     trainset = [
-        dspy.Example(
-            question=f"q{i}",
-            **{name: dspy.History(messages=[{"question": f"{name} {i}", "answer": "a"}]) for name in names},
-        ).with_inputs("question", *names)
+        dspy.Example(question=f"q{i}", one=history(f"one {i}"), two=history(f"two {i}")).with_inputs(
+            "question", "one", "two"
+        )
         for i in range(4)
     ]
-    fields = ", ".join(f"{name}: dspy.History" for name in names)
-    capture = Capture()
-    better = learn(dspy.Predict(f"question, {fields} -> answer"), trainset, capture=capture)
+    better, capture = learn(dspy.Predict("question, one: dspy.History, two: dspy.History -> answer"), trainset)
     assert instructions_of(better) == {"self": "LEARNED self"}
-    assert len(capture.records("self")) == 4
-    for record in capture.records("self"):
-        number = record["Inputs"]["question"].removeprefix("q")
-        assert record["Inputs"].keys() == {"Context", "question", *names[1:]}
-        assert record["Inputs"]["Context"].messages == [{"question": f"history {number}", "answer": "a"}]
-        if num_histories == 2:
-            assert record["Inputs"]["others"].messages == [{"question": f"others {number}", "answer": "a"}]
+    shown = sorted((record["Inputs"] for record in capture.records("self")), key=lambda inputs: inputs["question"])
+    assert shown == [
+        {"Context": history(f"one {i}"), "question": f"q{i}", "two": history(f"two {i}")} for i in range(4)
+    ]
 
 
-class Place(pydantic.BaseModel):
+class Spot(pydantic.BaseModel):
     name: str
     floors: int
 
@@ -477,51 +353,41 @@ class Place(pydantic.BaseModel):
 class Locate(dspy.Signature):
     """Locate it."""
 
-    place: Place = dspy.InputField()
+    spot: Spot = dspy.InputField()
     tags: list[str] = dspy.InputField()
     answer: str = dspy.OutputField()
-    nearest: Place = dspy.OutputField()
+    nearest: Spot = dspy.OutputField()
     distance: float = dspy.OutputField()
 
 
 def test_typed_and_pydantic_fields():
-    trainset = [
-        dspy.Example(place=Place(name=f"tower {i}", floors=i), tags=["a", "b"]).with_inputs("place", "tags")
-        for i in range(4)
-    ]
-    types = []
+    spots = [Spot(name=f"tower {i}", floors=i) for i in range(4)]
+    trainset = [dspy.Example(spot=spot, tags=["a", "b"]).with_inputs("spot", "tags") for spot in spots]
+    types = set()
 
     def metric(gold, pred, trace=None, pred_name=None, pred_trace=None):
-        types.append((type(pred.nearest), type(pred.distance)))
+        types.add((type(pred.nearest), type(pred.distance)))
         return feedback_metric(gold, pred, trace, pred_name)
 
-    capture = Capture()
     lm = student_lm(nearest={"name": "hall", "floors": 2}, distance=1.5)
-    better = learn(dspy.Predict(Locate), trainset, lm=lm, metric=metric, capture=capture)
+    better, capture = learn(dspy.Predict(Locate), trainset, lm=lm, metric=metric)
     assert instructions_of(better) == {"self": "LEARNED self"}
-    assert set(types) == {(Place, float)}
+    assert types == {(Spot, float)}
     assert capture.records("self")[3] == {
-        "Inputs": {"place": {"name": "tower 3", "floors": 3}, "tags": ["a", "b"]},
+        "Inputs": {"spot": {"name": "tower 3", "floors": 3}, "tags": ["a", "b"]},
         "Generated Outputs": {"answer": "wrong", "nearest": {"name": "hall", "floors": 2}, "distance": 1.5},
         "Feedback": "feedback for self",
     }
-    assert better.signature.output_fields["nearest"].annotation is Place
+    assert better.signature.output_fields["nearest"].annotation is Spot
 
 
 # State, threads, event loops ----------------------------------------------------------------------------------
 
 
-class Stateful(dspy.Module):
-    """Keeps what it does on `self`, in new attributes and in containers that it was made with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = dspy.Predict("question -> note")
-        self.second = dspy.Predict("question, note -> answer")
-        self.log: list[str] = []
-        self.count = 0
-
-    def forward(self, question):
+@pytest.mark.parametrize("num_threads", [1, 32])
+def test_state_on_self_does_not_mix(num_threads):
+    def run(self, question):
+        """Keep what it does on `self`, in new attributes and in containers that it was made with."""
         self.question = question
         self.log.append(question)
         self.note = self.first(question=question).note
@@ -529,32 +395,20 @@ class Stateful(dspy.Module):
         answer = self.second(question=self.question, note=self.note).answer
         return dspy.Prediction(answer=answer, seen=[*self.log, self.question, self.note], count=self.count)
 
-
-@pytest.mark.parametrize("num_threads", [1, 32])
-def test_state_on_self_does_not_mix(num_threads):
-    def note(prompt):
-        return f"note on {question_of(prompt)}"
-
-    def latency(prompt, rng: random.Random):
-        return rng.uniform(0.0, 0.004)
-
     def metric(gold, pred, trace=None, pred_name=None, pred_trace=None):
-        mixed.extend([pred.seen] if pred.seen != [gold.question, gold.question, f"note on {gold.question}"] else [])
-        mixed.extend([pred.count] if pred.count != 1 else [])
+        own = gold.question
+        seen.add((*(text.replace(own, "own") for text in pred.seen), pred.count))
         if pred_trace is not None:
-            mixed.extend([pred_trace] if pred_trace[0][1]["question"] != gold.question else [])
-            mixed.extend([trace] if [step[1]["question"] for step in trace] != [gold.question] * 2 else [])
+            seen.add(tuple(step[1]["question"] == own for step in (*pred_trace, *trace)))
         return feedback_metric(gold, pred, trace, pred_name)
 
-    mixed: list[Any] = []
-    lm = student_lm(note=note)
-    lm.engine.latency = latency
-    capture = Capture()
-    student = Stateful()
-    learn(student, questions(64), lm=lm, metric=metric, capture=capture, num_threads=num_threads)
-    assert mixed == []
-    assert (student.log, student.count) == ([], 0)
-    assert not hasattr(student, "note")
+    seen: set[Any] = set()
+    lm = student_lm(note=lambda prompt: f"note on {question_of(prompt)}")
+    lm.engine.latency = lambda prompt, rng: rng.uniform(0.0, 0.004)
+    student = Program(run, first="question -> note", second="question, note -> answer", log=[], count=0)
+    _, capture = learn(student, 64, lm=lm, metric=metric, num_threads=num_threads)
+    assert seen == {("own", "own", "note on own", 1), (True, True, True)}
+    assert (student.log, student.count, hasattr(student, "note")) == ([], 0, False)
     notes = {record["Inputs"]["question"]: record["Inputs"]["note"] for record in capture.records("second")}
     assert notes == {f"q{i}": f"note on q{i}" for i in range(64)}
 
@@ -562,48 +416,36 @@ def test_state_on_self_does_not_mix(num_threads):
 class OnlyAsync(dspy.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.solve = dspy.Predict("question -> answer")
+        self.solve = solver()
 
     async def aforward(self, question):
         await asyncio.sleep(0)
         return await self.solve.acall(question=question)
 
 
-async def learn_in_a_loop(**keywords):
-    return learn(OnlyAsync(), questions(9), **keywords)
-
-
 @pytest.mark.parametrize("in_a_loop", [False, True])
 @pytest.mark.parametrize("num_threads", [1, 8])
 def test_program_with_only_aforward(num_threads, in_a_loop):
-    capture = Capture()
-    keywords = {"capture": capture, "num_threads": num_threads}
-    better = asyncio.run(learn_in_a_loop(**keywords)) if in_a_loop else learn(OnlyAsync(), questions(9), **keywords)
+    async def learn_in_a_loop():
+        return learn(OnlyAsync(), 9, num_threads=num_threads)
+
+    better, capture = asyncio.run(learn_in_a_loop()) if in_a_loop else learn(OnlyAsync(), 9, num_threads=num_threads)
     assert instructions_of(better) == {"solve": "LEARNED solve"}
     assert capture.inputs("solve") == [f"q{i}" for i in range(9)]
     assert better.detailed_results.steps[0].scores_after == (1.0,) * 9
 
 
-class InContext(dspy.Module):
-    """Chooses an LM for one of its calls with `dspy.context`."""
-
-    def __init__(self, lm: Any) -> None:
-        super().__init__()
-        self.first = dspy.Predict("question -> note")
-        self.second = dspy.Predict("question, note -> answer")
-        self.inner_lm = lm
-
-    def forward(self, question):
-        with dspy.context(lm=self.inner_lm):
-            note = self.first(question=question).note
-        return self.second(question=question, note=note)
-
-
 @pytest.mark.parametrize("num_threads", [1, 32])
 def test_context_inside_the_program_and_around_compile(num_threads):
     inner, outer = student_lm(note="inner"), student_lm(note="outer")
-    capture = Capture()
-    learn(InContext(inner), questions(32), lm=outer, capture=capture, num_threads=num_threads)
+
+    def run(self, question):
+        with dspy.context(lm=inner):
+            note = self.first(question=question).note
+        return self.second(question=question, note=note)
+
+    student = Program(run, first="question -> note", second="question, note -> answer")
+    _, capture = learn(student, 32, lm=outer, num_threads=num_threads)
     assert {record["Inputs"]["note"] for record in capture.records("second")} == {"inner"}
     assert len(inner.calls) == len(outer.calls) == 1 + 32 + 32 + 1
     assert all("`note`" in call.prompt.system for call in inner.calls)
@@ -621,77 +463,45 @@ BETTER_CODE = """class AnswerModule(dspy.Module):
         return dspy.Prediction(answer=self.predict(**inputs).answer)"""
 
 
-class WithFlex(dspy.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.note = dspy.Predict("question -> note")
-        self.flex = dspy.Flex("question -> answer", interpreter_factory=LocalInterpreter)
-
-    def forward(self, question):
-        self.note(question=question)
-        return self.flex(question=question)
-
-
-# DSPy's own call from inside Flex warns.
-flex_warns = pytest.mark.filterwarnings("ignore:Passing OpenAI-style message:DeprecationWarning")
-
-
 def metric_of_traces(gold, pred, trace=None, pred_name=None, pred_trace=None, program_trace=None):
     calls = [list(step[1]) for step in program_trace or []]
     return dspy.Prediction(score=float(pred.answer == "right"), feedback=f"{pred_name} saw {calls}")
 
 
-@flex_warns
-def test_flex_code_goes_to_the_code_proposer():
-    capture = Capture()
-    reflection_lm = ScriptedLM([("revised_source", {"revised_source": BETTER_CODE})])
-    student = WithFlex()
-    source = student.flex.module_src
-    better = learn(
-        student,
-        questions(2),
-        lm=student_lm(note="n"),
-        metric=metric_of_traces,
-        capture=capture,
-        reflection_lm=reflection_lm,
-    )
-    assert better.flex.module_src == BETTER_CODE
-    assert student.flex.module_src == source
-    assert instructions_of(better) == {"note": "LEARNED note"}
-    assert capture.components == {"note"}
-    (call,) = reflection_lm.calls
-    assert "q0" in call.prompt.question
-    assert "q1" in call.prompt.question
-    # The metric was given the trace when it scored.
-    assert "None saw [['question'], ['question']]" in call.prompt.question
-    assert better.detailed_results.steps[0].scores_after == (1.0, 1.0)
-
-
-@flex_warns
-def test_custom_code_proposer():
+@pytest.mark.parametrize(
+    ("code", "whose"),
+    [(BETTER_CODE, "DSPy's"), (BETTER_CODE, "own"), ("def broken(", "own")],
+    ids=["", "own", "broken"],
+)
+# DSPy's own call from inside Flex warns.
+@pytest.mark.filterwarnings("ignore:Passing OpenAI-style message:DeprecationWarning")
+def test_flex_code_goes_to_the_code_proposer(code, whose):
     asked = []
 
     def code_proposer(candidate, reflective_dataset, components_to_update, task_descriptions, context_blurbs):
         asked.append((components_to_update, [record["Inputs"] for record in reflective_dataset["flex"]]))
         assert candidate["flex"].startswith("class ")
         assert "question" in task_descriptions["flex"]
-        return {"flex": BETTER_CODE}
+        return {"flex": code}
 
-    better = learn(WithFlex(), questions(2), lm=student_lm(note="n"), capture=Capture(), code_proposer=code_proposer)
-    assert asked == [(["flex"], [{"question": "q0"}, {"question": "q1"}])]
-    assert better.flex.module_src == BETTER_CODE
-
-
-@flex_warns
-def test_code_that_does_not_parse_scores_as_a_failure():
-    better = learn(
-        WithFlex(),
-        questions(2),
-        lm=student_lm(note="n"),
-        capture=Capture(),
-        code_proposer=lambda **_: {"flex": "def broken("},
-    )
+    reflection_lm = ScriptedLM([("revised_source", {"revised_source": code})])
+    flex = dspy.Flex("question -> answer", interpreter_factory=LocalInterpreter)
+    student = Program(lambda self, question: self.note(question=question) and self.flex(question=question))
+    student.note, student.flex = dspy.Predict("question -> note"), flex
+    source = flex.module_src
+    options = {"metric": metric_of_traces, "reflection_lm": reflection_lm, "lm": student_lm(note="n")}
+    better, capture = learn(student, 2, code_proposer=code_proposer if whose == "own" else None, **options)
+    assert student.flex.module_src == source
+    assert capture.components == {"note"}
+    fine = code == BETTER_CODE
     (step,) = better.detailed_results.steps
-    assert step.scores_after == (0.0, 0.0)
-    assert not step.accepted
-    assert better.flex.module_src.startswith("class ")
+    assert (step.accepted, step.scores_after) == (fine, (float(fine),) * 2)
+    assert better.flex.module_src == (code if fine else source)
+    assert instructions_of(better)["note"].startswith("LEARNED note" if fine else "Given the fields")
+    if whose == "own":
+        assert asked == [(["flex"], [{"question": "q0"}, {"question": "q1"}])]
+    else:
+        (call,) = reflection_lm.calls
+        assert all(question in call.prompt.question for question in ("q0", "q1"))
+        # The metric was given the trace when it scored.
+        assert "None saw [['question'], ['question']]" in call.prompt.question

@@ -55,17 +55,27 @@ def solver() -> Any:
     return dspy.Predict("question -> answer")
 
 
-class Doing(dspy.Module):
-    """Asks its predictor, then does what it is told with the inputs."""
+class Program(dspy.Module):
+    """Runs a function of itself and the inputs; its predictors are given by their signatures."""
 
-    def __init__(self, deed, only=None) -> None:
+    def __init__(self, run, **attributes) -> None:
         super().__init__()
-        self.solve = solver()
-        self.deed, self.only = deed, only
+        self.run = run
+        for name, value in attributes.items():
+            setattr(self, name, dspy.Predict(value) if isinstance(value, str) else value)
 
-    def forward(self, question, **more):
+    def forward(self, **inputs):
+        return self.run(self, **inputs)
+
+
+def doing(deed, only=None) -> Program:
+    """Asks its predictor, then does the deed."""
+
+    def run(self, question, **more):
         prediction = self.solve(question=question)
-        return prediction if self.only not in (None, question) else self.deed(self, question=question, **more)
+        return prediction if only not in (None, question) else deed(self, question=question, **more)
+
+    return Program(run, solve="question -> answer")
 
 
 class Unprintable:
@@ -108,7 +118,7 @@ def test_misbehaving_program_gives_five_results_in_order(misdeed, reason, steps,
         scored.append(gold.question)
         return 1.0
 
-    program = Doing(misdeed, only="q2")
+    program = doing(misdeed, only="q2")
     rollouts = run(program, examples(5), metric=metric, num_threads=num_threads, failure_score=-1.0)
     assert [rollout.index for rollout in rollouts] == [0, 1, 2, 3, 4]
     assert [rollout.example.question for rollout in rollouts] == ["q0", "q1", "q2", "q3", "q4"]
@@ -126,7 +136,7 @@ def test_misbehaving_program_gives_five_results_in_order(misdeed, reason, steps,
 @pytest.mark.parametrize("num_threads", [1, 8])
 def test_a_program_that_exits_ends_the_run(num_threads):
     with pytest.raises(SystemExit, match="3"):
-        run(Doing(raising(SystemExit(3)), only="q2"), examples(5), num_threads=num_threads)
+        run(doing(raising(SystemExit(3)), only="q2"), examples(5), num_threads=num_threads)
 
 
 def test_half_the_fields_is_a_failed_rollout_with_the_raw_reply():
@@ -140,27 +150,24 @@ def test_half_the_fields_is_a_failed_rollout_with_the_raw_reply():
     assert "half" in step.outputs.completion_text
 
 
-class Wrapping(dspy.Module):
-    """Hides where an error came from."""
-
-    def __init__(self, chained: bool) -> None:
-        super().__init__()
-        self.twin = dspy.Predict("question -> first, second")
-        self.solve = copy.deepcopy(self.twin)
-        self.chained = chained
-
-    def forward(self, question):
-        try:
-            return self.solve(question=question)
-        except Exception as error:
-            if self.chained:
-                raise LookupError("it went wrong") from error
+def wrapping(call, how):
+    """Calls, and hides where an error came from."""
+    try:
+        return call()
+    except Exception as error:
+        if how == "from":
+            raise LookupError("it went wrong") from error
+        if how == "during":
             raise LookupError("it went wrong")  # noqa: B904 (that is what is tested)
+        raise
 
 
-@pytest.mark.parametrize("chained", [True, False])
-def test_call_that_failed_is_found_behind_another_error(chained):
-    (rollout,) = run(Wrapping(chained), examples(1), lm=ScriptedLM(default={"first": "half"}))
+@pytest.mark.parametrize("how", ["from", "during"])
+def test_call_that_failed_is_found_behind_another_error(how):
+    twin = dspy.Predict("question -> first, second")
+    run_it = lambda self, question: wrapping(lambda: self.solve(question=question), how)  # noqa: E731
+    program = Program(run_it, twin=twin, solve=copy.deepcopy(twin))
+    (rollout,) = run(program, examples(1), lm=ScriptedLM(default={"first": "half"}))
     assert rollout.error == "LookupError: it went wrong"
     (step,) = rollout.trace
     assert step.name == "solve", "not its twin"
@@ -181,7 +188,7 @@ def test_program_that_mutates_its_inputs():
     history = dspy.History(messages=[{"image": image}])
     batch = examples(5, tags=[image], nested={"list": []}, history=history, lock=lock)
     for _ in range(2):
-        rollouts = run(Doing(mutate), batch)
+        rollouts = run(doing(mutate), batch)
         assert [rollout.prediction.tags for rollout in rollouts] == [2] * 5
         for rollout in rollouts:
             assert [id(value) for value in rollout.prediction.seen] == [id(image), id(image), id(lock)]
@@ -197,31 +204,28 @@ def test_example_without_inputs_is_an_error_not_a_score():
 
 @pytest.mark.parametrize("value", ["a text", 7, {"answer": "x"}])
 def test_program_may_return_what_it_likes(value):
-    (rollout,) = run(Doing(lambda *_, **__: value), examples(1), metric=lambda gold, pred, *_: float(pred == value))
+    (rollout,) = run(doing(lambda *_, **__: value), examples(1), metric=lambda gold, pred, *_: float(pred == value))
     assert (rollout.prediction, rollout.score) == (value, 1.0)
 
 
 # Traces and contexts ------------------------------------------------------------------------------------------
 
 
-class Nested(dspy.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = [solver(), dspy.ChainOfThought("question -> answer")]
-        self.by_name = {"last": solver()}
-        self.holder = dspy.Module()
-        self.holder.inner = solver()
-        self.holder._compiled = True
-
-    def forward(self, question):
+def nested() -> Program:
+    def run(self, question):
         for predictor in (*self.parts, self.by_name["last"], self.holder.inner, solver()):
             prediction = predictor(question=question)
         return prediction
 
+    holder = Program(None, inner=solver())
+    holder._compiled = True
+    parts = [solver(), dspy.ChainOfThought("question -> answer")]
+    return Program(run, parts=parts, by_name={"last": solver()}, holder=holder)
+
 
 @pytest.mark.parametrize("num_threads", [1, 16])
 def test_steps_carry_names_and_the_trace_is_whole_whatever_the_caller_configured(num_threads, caplog):
-    program, trace = Nested(), []
+    program, trace = nested(), []
     with dspy.context(max_trace_size=0, trace=trace):
         rollouts = run(program, examples(16), num_threads=num_threads)
     for rollout in rollouts:
@@ -241,7 +245,7 @@ def test_calls_made_in_threads_of_the_program_are_in_its_trace():
         dspy.Parallel(num_threads=3, disable_progress_bar=True)(pairs)
         return dspy.Prediction(answer=question)
 
-    for rollout in run(Doing(ask_three), examples(4)):
+    for rollout in run(doing(ask_three), examples(4)):
         assert [step.name for step in rollout.trace] == ["solve"] * 4
         asked = sorted(step.inputs["question"] for step in rollout.trace)
         question = rollout.example.question
@@ -274,7 +278,7 @@ class OutOfPatience(ThreadExecutor):
 @pytest.mark.parametrize("inside", ["the program", "the model"])
 def test_timed_out_rollout_keeps_its_calls_and_is_not_scored(inside):
     executor, scored = OutOfPatience(), []
-    program = Doing(executor.stall) if inside == "the program" else Doing(lambda *_, **__: 1)
+    program = doing(executor.stall) if inside == "the program" else doing(lambda *_, **__: 1)
     lm = ScriptedLM(default=executor.stall) if inside == "the model" else None
     options = {"timeout": 2, "failure_score": -1.0, "metric": lambda *given: scored.append(given)}
     (rollout,) = run(program, examples(1), executor=executor, lm=lm, **options)
@@ -326,33 +330,48 @@ def test_several_programs_are_one_map():
 # Copies -------------------------------------------------------------------------------------------------------
 
 
-def test_copies_share_lms_and_what_cannot_be_copied(caplog):
-    class Holding(dspy.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.solve = solver()
-            self.again = self.solve
-            self.solve.lm = dspy.LM("openai/some-model", api_key="none")
-            self.lms = {"judges": [dspy.LM("openai/judge", api_key="none")]}
-            self.lock = threading.Lock()
-            self.mixed = [solver(), threading.Lock(), {"state": []}]
-            self.array = np.zeros(3)
-            self.index = np.zeros(2_000_000)
+class Corpus:
+    def __init__(self) -> None:
+        self.passages = [f"passage {i}" for i in range(150_000)]
 
-    program = Holding()
+
+class Locked(Program):
+    """Holds what can be copied and what cannot, and a tool that is a method of its own."""
+
+    def __init__(self, **attributes) -> None:
+        super().__init__(None, solve="question -> answer", lock=threading.Lock(), **attributes)
+        self.again = self.solve
+        self.agent = dspy.ReAct("question -> answer", tools=[self.look])
+
+    def look(self, query: str) -> str:
+        """Look around."""
+        return query
+
+
+def test_copies_share_lms_and_what_cannot_be_copied(caplog):
+    lm, judge = (dspy.LM(f"openai/{name}", api_key="none") for name in ("some-model", "judge"))
+    mixed = [solver(), threading.Lock(), {"state": []}]
+    shared = {"index": np.zeros(2_000_000), "corpus": Corpus()}
+    program = Locked(lms={"judges": [judge]}, mixed=mixed, array=np.zeros(3), small=["a"], **shared)
+    program.solve.lm = lm
     copier = ProgramCopier(program)
     program.new_lock = threading.Lock()
     new = copier.copy(program)
-    assert new.solve is not program.solve
     assert new.again is new.solve, "what was one object is one object"
-    assert new.solve.lm is program.solve.lm
-    assert new.lms["judges"][0] is program.lms["judges"][0]
-    assert new.lms is not program.lms
-    assert (new.lock, new.new_lock, new.mixed[1]) == (program.lock, program.new_lock, program.mixed[1])
-    assert new.mixed[0] is not program.mixed[0]
-    assert new.mixed[2]["state"] is not program.mixed[2]["state"]
-    assert new.array is not program.array
+    assert new.agent.tools["look"].func.__self__ is new, "the copy's tool is the copy's method"
+    assert (new.solve.lm, new.lms["judges"][0]) == (lm, judge)
+    assert (new.lock, new.new_lock, new.mixed[1]) == (program.lock, program.new_lock, mixed[1])
     assert new.index is program.index, "an array of 16 MB is not copied for each run"
+    assert new.corpus is program.corpus
+    for own, theirs in (
+        *(
+            (getattr(new, name), getattr(program, name))
+            for name in ("solve", "lms", "mixed", "array", "small", "agent")
+        ),
+        (new.mixed[0], mixed[0]),
+        (new.mixed[2]["state"], mixed[2]["state"]),
+    ):
+        assert own is not theirs
     assert caplog.records == []
 
 
@@ -372,7 +391,7 @@ def test_copies_are_freed_when_their_rollout_ends():
         made.append(weakref.ref(program.solve))
         return dspy.Prediction(answer=question)
 
-    rollouts = run(Doing(watch), examples(8), num_threads=1)
+    rollouts = run(doing(watch), examples(8), num_threads=1)
     assert [rollout.error for rollout in rollouts] == [None] * 8
     assert alive == [0] * 8
 
@@ -476,25 +495,6 @@ def test_objective_scores(given, expected):
 # Providers ----------------------------------------------------------------------------------------------------
 
 
-class Judging(dspy.Module):
-    """Wraps what it calls, as programs do."""
-
-    def __init__(self, wrap: str) -> None:
-        super().__init__()
-        self.solve = solver()
-        self.wrap = wrap
-
-    def forward(self, question):
-        try:
-            return self.solve(question=question)
-        except Exception as error:
-            if self.wrap == "from":
-                raise RuntimeError("my own") from error
-            if self.wrap == "during":
-                raise RuntimeError("my own")  # noqa: B904 (that is what is tested)
-            raise
-
-
 @pytest.mark.parametrize(
     ("error", "transient"),
     [
@@ -511,9 +511,10 @@ class Judging(dspy.Module):
 @pytest.mark.parametrize("wrap", ["no", "from", "during"])
 def test_provider_error_is_no_score(error, transient, wrap):
     lm = ScriptedLM(default=lambda prompt: error if question_of(prompt) == "q2" else {"answer": "x"})
-    scored = []
+    program, scored = doing(lambda *_, **__: 1), []
+    program.run = lambda self, question: wrapping(lambda: self.solve(question=question), wrap)
     with pytest.raises(ProviderError, match="A language model call failed") as caught:
-        run(Judging(wrap), examples(5), lm=lm, metric=lambda *_: scored.append(1), num_threads=1)
+        run(program, examples(5), lm=lm, metric=lambda *_: scored.append(1), num_threads=1)
     assert caught.value.transient is transient
     asked = [question_of(call.prompt) for call in lm.calls if question_of(call.prompt) == "q2"]
     assert len(asked) == (QUICK.attempts if transient else 1)
@@ -534,20 +535,15 @@ def test_refused_request_is_the_program_s_failure(kind):
 
 
 def test_trouble_that_the_program_got_over_is_none():
-    class FallingBack(dspy.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = dspy.Predict("question -> rare")
-            self.second = dspy.Predict("question -> answer, more")
-
-        def forward(self, question):
-            try:
-                return self.first(question=question)
-            except Exception:
-                return self.second(question=question)
+    def run_it(self, question):
+        try:
+            return self.first(question=question)
+        except Exception:
+            return self.second(question=question)
 
     lm = ScriptedLM([("`rare`", lm15.RateLimitError("slow down"))], default={"answer": "half of it"})
-    (rollout,) = run(FallingBack(), examples(1), lm=lm)
+    program = Program(run_it, first="question -> rare", second="question -> answer, more")
+    (rollout,) = run(program, examples(1), lm=lm)
     assert rollout.error.startswith("AdapterParseError"), "a reply came: the provider is not to blame"
 
 

@@ -1,4 +1,4 @@
-"""What each step draws: minibatches of distinct examples epoch by epoch, and parents seeded by step."""
+"""What each step draws: minibatches of distinct examples epoch by epoch, within the budget; parents seeded by step."""
 
 import math
 from collections import Counter
@@ -16,7 +16,7 @@ from gepa.strategies.proposal_sampling import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_combee.controller.batch_size import FixedSize, ReplayedSizes, StepTiming
+from dspy_combee.controller.batch_size import StepTiming, resolve_sizer
 from dspy_combee.controller.sampling import (
     Budget,
     BudgetedSampling,
@@ -27,29 +27,69 @@ from dspy_combee.controller.sampling import (
 )
 
 
-def loader(num_examples):
-    return ListDataLoader(list(range(num_examples)))
-
-
-def budget(num_examples, num_validation=5, **limits):
-    return Budget(num_examples, num_validation, **(limits or {"max_metric_calls": 10**6}))
-
-
-def sampler(num_examples, sizes, seed=0, **limits):
-    sizer = FixedSize(sizes) if isinstance(sizes, int) else ReplayedSizes(sizes)
-    return EpochSampler(sizer, budget(num_examples, **limits), seed)
-
-
-def state(i=0, spent=0):
-    return SimpleNamespace(i=i, total_num_evals=spent, program_candidates=[{"self": "seed"}])
+def sampler(num_examples, sizes, seed=0, num_validation=5, **limits):
+    budget = Budget(num_examples, num_validation, **(limits or {"max_metric_calls": 10**6}))
+    return EpochSampler(resolve_sizer(sizes, num_examples, 10**6, 1), budget, seed)
 
 
 def draw(drawer, num_examples, steps, start=0):
     batches = []
-    for i in range(start, start + steps):
-        batches.append(drawer.next_minibatch_ids(loader(num_examples), state(i)))
+    for step in range(start, start + steps):
+        batches.append(drawer.draw(range(num_examples), step))
         drawer.observe(StepTiming(len(batches[-1]), 1, 1.0))
     return batches
+
+
+# --- the budget --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("budget", "exact", "draws", "rollouts"),
+    [
+        (Budget(20, 5, max_metric_calls=12), True, math.inf, 7),
+        (Budget(20, 5, max_metric_calls=11), False, math.inf, 6),
+        (Budget(20, 5, max_metric_calls=3), False, math.inf, 0),
+        (Budget(20, 5, max_metric_calls=9, num_seed_validation=2), True, math.inf, 7),
+        (Budget(20, 5, num_epochs=1), True, 20, 40),
+        (Budget(30, 5, num_epochs=0.1), True, 3, 6),  # and not 4, by the rounding of 0.1 * 30
+        (Budget(7, 5, num_epochs=1.5), True, 11, 22),
+    ],
+)
+def test_what_a_budget_covers(budget, exact, draws, rollouts):
+    """It is exact where one whole step fits after the seed's validation."""
+    assert (budget.is_exact, budget.num_draws, budget.minibatch_rollouts) == (exact, draws, rollouts)
+
+
+@pytest.mark.parametrize(
+    ("limits", "calls", "drawn", "largest"),
+    [
+        ({"max_metric_calls": 60}, 10, 0, 20),
+        ({"max_metric_calls": 60}, 48, 0, 1),
+        ({"max_metric_calls": 600}, 10, 0, 100),
+        ({"max_metric_calls": 130, "tasks_per_step": 3}, 10, 0, 15),
+        ({"max_metric_calls": 60, "tasks_per_step": 9}, 10, 0, 1),
+        ({"num_epochs": 0.03}, 0, 1, 2),
+        ({"num_epochs": 1, "tasks_per_step": 4}, 0, 90, 2),
+    ],
+)
+def test_the_largest_minibatch_leaves_room_for_validation(limits, calls, drawn, largest):
+    assert Budget(100, 10, **limits).largest_minibatch(calls, drawn) == largest
+
+
+def test_a_budget_is_spent_when_no_step_fits_and_a_due_merge_reserves_its_worst_case():
+    budget = Budget(100, 10, max_metric_calls=60)
+    assert [budget.is_spent(calls, 0, merge_may_be_due=False) for calls in (47, 48, 49)] == [False, False, True]
+    assert [budget.is_spent(calls, 0, merge_may_be_due=True) for calls in (45, 46)] == [False, True]
+    assert [Budget(30, 5, num_epochs=0.1).is_spent(0, drawn, False) for drawn in (2, 3)] == [False, True]
+
+
+@given(st.integers(1, 50), st.integers(1, 30), st.integers(0, 400), st.lists(st.integers(1, 50), min_size=1))
+def test_expected_steps(num_examples, num_validation, spare, sizes):
+    budget = Budget(num_examples, num_validation, max_metric_calls=num_validation + spare)
+    fewest, most = (budget.steps_of(sizes, all_accepted=accepted) for accepted in (True, False))
+    assert 0 <= fewest <= most
+    done = [*sizes[:most], *[sizes[-1]] * (most - len(sizes))]
+    assert sum(2 * n for n in done) <= spare
 
 
 # --- the minibatches ---------------------------------------------------------------------------------------
@@ -63,14 +103,6 @@ def test_minibatches_are_distinct_full_and_without_replacement_whatever_n_does(n
         assert len(set(batch)) == len(batch)
         counts.update(batch)
         assert max(counts.values()) - min(counts.values()) <= 1, "no example comes twice before another comes once"
-
-
-@given(st.integers(1, 30), st.integers(1, 30))
-def test_each_epoch_holds_every_example_once_when_n_divides_it(n, batches_per_epoch):
-    num_examples = n * batches_per_epoch
-    batches = draw(sampler(num_examples, n), num_examples, 2 * batches_per_epoch)
-    for epoch in (batches[:batches_per_epoch], batches[batches_per_epoch:]):
-        assert sorted(i for batch in epoch for i in batch) == list(range(num_examples))
 
 
 def test_minibatches_straddle_epochs():
@@ -91,54 +123,46 @@ def test_epochs_are_shuffled_anew_and_by_the_seed():
 def test_a_sampler_with_the_state_of_another_draws_what_it_would(num_examples, sizes, data):
     broken_after = data.draw(st.integers(1, len(sizes) - 1))
     whole = draw(sampler(num_examples, sizes), num_examples, len(sizes))
-    first = sampler(num_examples, sizes)
+    first, second = sampler(num_examples, sizes), sampler(num_examples, sizes)
     draw(first, num_examples, broken_after)
-    second = sampler(num_examples, sizes)
     second.set_state(first.get_state())
     assert draw(second, num_examples, len(sizes) - broken_after, start=broken_after) == whole[broken_after:]
 
 
 def test_a_resumed_run_may_change_the_kind_of_its_size():
-    first = sampler(10, 3)
+    first, second = sampler(10, 3), sampler(10, [4, 2])
     draw(first, 10, 2)
-    second = sampler(10, [4, 2])
     second.set_state(first.get_state())
     assert [len(batch) for batch in draw(second, 10, 2, start=2)] == [4, 2]
 
 
-def test_examples_may_come_and_go():
+def test_examples_may_come_and_go_but_for_the_last():
     drawer = sampler(10, 4)
     draw(drawer, 10, 2)
-    assert set(drawer.next_minibatch_ids(loader(3), state(2))) == {0, 1, 2}
+    assert set(drawer.draw(range(3), 2)) == {0, 1, 2}
     assert max(max(batch) for batch in draw(drawer, 20, 5, start=3)) > 9
-
-
-def test_an_empty_trainset_is_refused():
     with pytest.raises(ValueError, match="empty"):
-        sampler(1, 3).next_minibatch_ids(loader(0), state())
+        drawer.draw([], 9)
 
 
 def test_the_size_is_decided_once_a_step():
     """All parallel proposals of a step have minibatches of one size, each its own."""
     drawer = sampler(100, [3, 9])
-    first = [drawer.next_minibatch_ids(loader(100), state(0)) for _ in range(4)]
+    first = [drawer.draw(range(100), 0) for _ in range(4)]
     assert [len(batch) for batch in first] == [3] * 4
     assert len({i for batch in first for i in batch}) == 12
     drawer.observe(StepTiming(3, 1, 1.0))
-    assert len(drawer.next_minibatch_ids(loader(100), state(1))) == 9
+    assert len(drawer.draw(range(100), 1)) == 9
 
 
-# --- the budget of a step ----------------------------------------------------------------------------------
+# --- the proposals of a step -------------------------------------------------------------------------------
 
 
 class ThreeAtOnce:
     """A strategy that does not say how many proposals it makes."""
 
-    def sample_tasks(self, state, candidate_selector, batch_sampler, trainset):
-        return SameParentSampling(3).sample_tasks(state, candidate_selector, batch_sampler, trainset)
-
-
-STRATEGIES = [None, SingleMutationSampling(), PxNSampling(2, 2), IndependentSampling(3), ThreeAtOnce()]
+    def sample_tasks(self, *given):
+        return SameParentSampling(3).sample_tasks(*given)
 
 
 class Anyone:
@@ -146,35 +170,43 @@ class Anyone:
         return 0
 
 
+STRATEGIES = {None: 1, SingleMutationSampling(): 1, PxNSampling(2, 3): 6, IndependentSampling(3): 3, ThreeAtOnce(): 1}
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: type(strategy).__name__)
+
+
+@each_strategy
+def test_proposals_of_the_strategies_of_gepa(strategy):
+    assert tasks_per_step(strategy) == STRATEGIES[strategy]
+
+
+def state(i=0, spent=0):
+    return SimpleNamespace(i=i, total_num_evals=spent, program_candidates=[{"self": "seed"}])
+
+
+def loader(num_examples):
+    return ListDataLoader(list(range(num_examples)))
+
+
 def tasks_of(strategy, drawer, num_examples, i=0, spent=0):
     sampling = BudgetedSampling(strategy, drawer.budget)
     return sampling.sample_tasks(state(i, spent), Anyone(), drawer, loader(num_examples))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: type(strategy).__name__)
-@given(
-    num_examples=st.integers(1, 30),
-    num_validation=st.integers(1, 20),
-    n=st.integers(1, 30),
-    left=st.integers(0, 200),
-)
-def test_a_step_costs_no_more_than_is_left_and_makes_at_least_one_proposal(
-    strategy, num_examples, num_validation, n, left
-):
-    smallest = 2 + num_validation
-    spent = num_validation
-    limits = {"max_metric_calls": spent + smallest + left, "tasks_per_step": tasks_per_step(strategy)}
+@each_strategy
+@given(st.integers(1, 30), st.integers(1, 20), st.integers(1, 30), st.integers(0, 200))
+def test_a_step_costs_no_more_than_is_left_and_makes_a_proposal(strategy, num_examples, num_validation, n, left):
+    limits = {"max_metric_calls": 2 * num_validation + 2 + left, "tasks_per_step": tasks_per_step(strategy)}
     drawer = sampler(num_examples, n, num_validation=num_validation, **limits)
-    tasks = tasks_of(strategy, drawer, num_examples, spent=spent)
+    tasks = tasks_of(strategy, drawer, num_examples, spent=num_validation)
     assert tasks
     assert all(task.minibatch_ids for task in tasks)
     cost = sum(2 * len(task.minibatch_ids) + num_validation for task in tasks)
-    assert spent + cost <= limits["max_metric_calls"]
+    assert num_validation + cost <= limits["max_metric_calls"]
     assert drawer.drawn == sum(len(task.minibatch_ids) for task in tasks)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: type(strategy).__name__)
-@given(num_examples=st.integers(1, 30), num_epochs=st.floats(0.05, 4), sizes=st.lists(st.integers(1, 9), min_size=1))
+@each_strategy
+@given(st.integers(1, 30), st.floats(0.05, 4), st.lists(st.integers(1, 9), min_size=1))
 def test_num_epochs_is_that_many_draws(strategy, num_examples, num_epochs, sizes):
     drawer = sampler(num_examples, sizes, num_epochs=num_epochs, tasks_per_step=tasks_per_step(strategy))
     drawn, i = 0, 0
@@ -203,7 +235,7 @@ def test_a_minibatch_of_a_sampler_of_the_users_own_is_cut_to_fit():
             ids = list(range(10))
             return [ProposalTask(0, state.program_candidates[0], ids, trainset.fetch(ids))]
 
-    sampling = BudgetedSampling(Everything(), budget(10, 5, max_metric_calls=20))
+    sampling = BudgetedSampling(Everything(), Budget(10, 5, max_metric_calls=20))
     (task,) = sampling.sample_tasks(state(spent=5), Anyone(), object(), loader(10))
     assert task.minibatch_ids == task.minibatch == [0, 1, 2, 3, 4]
 
@@ -238,7 +270,17 @@ def test_the_draw_of_a_parent_depends_on_seed_step_and_call_alone():
 
 @pytest.mark.parametrize("name", ["pareto", "current_best", "epsilon_greedy", "top_k_pareto"])
 def test_selectors_by_name_are_seeded_by_step(name):
-    assert isinstance(resolve_selector(name, 0), StepSeededSelector)
+    pool = SimpleNamespace(
+        i=0,
+        program_full_scores_val_set=[0.2, 0.9],
+        program_candidates=[{}, {}],
+        per_program_tracked_scores=[0.2, 0.9],
+        get_pareto_front_mapping=lambda: {0: {1}},
+        program_at_pareto_front_valset={0: {1}},
+    )
+    selector = resolve_selector(name, 0)
+    assert isinstance(selector, StepSeededSelector)
+    assert selector.select_candidate_idx(pool) in (0, 1)
 
 
 @pytest.mark.parametrize("strategy", ["unheard of", Anyone()])
