@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import dspy
 from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS
 
-from dspy_combee.calls import check_executor
+from dspy_combee.calls import resolve_executor
 from dspy_combee.calls.executors import Executor
 from dspy_combee.controller.batch_size import PowerLawBatchSize, check_minibatch_size
 from dspy_combee.learners.proposer import CombeeProposer
@@ -220,7 +220,8 @@ class CombeeOptimizer(dspy.GEPA):
         self.duplication_factor = duplication_factor
         self.num_groups = num_groups
         self.aggregator = resolve_aggregator(aggregator)
-        self.executor = check_executor(executor)
+        resolve_executor(executor)
+        self.executor = executor
         if num_threads is not None:
             check_int("num_threads", num_threads)
         if isinstance(instruction_proposer, CombeeProposer):

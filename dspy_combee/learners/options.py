@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dspy_combee.calls import check_executor, make_executor
+from dspy_combee.calls import resolve_executor
 from dspy_combee.calls.executors import Executor
 from dspy_combee.controller.batch_size import PowerLawBatchSize, check_minibatch_size
 from dspy_combee.playbook import EmbeddingCosine, Playbook
@@ -60,7 +60,7 @@ class PlaybookOptions:
         _check_metric(self.metric)
         check_lm("reflection_lm", self.reflection_lm)
         _check_size(self.minibatch_size)
-        check_executor(self.executor)
+        resolve_executor(self.executor)
         _check_playbook(self.playbook)
         check_callbacks(self.step_callbacks)
         resolve_aggregator(self.aggregator)
@@ -89,8 +89,8 @@ class PlaybookOptions:
             check_priced(self.reflection_lm)
 
     def make_executor(self) -> Executor:
-        """What runs the rollouts and the reflection calls of one run."""
-        return make_executor(self.executor, self.num_threads)
+        """Make the executor of one run's rollouts and reflection calls."""
+        return resolve_executor(self.executor, self.num_threads)
 
     def make_near_duplicates(self) -> NearDuplicates:
         """What decides which bullets say the same."""

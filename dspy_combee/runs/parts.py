@@ -42,8 +42,8 @@ class ReflectionParts:
 
 
 def make_executor(optimizer: Any) -> Executor:
-    """What runs the rollouts and reflection calls of a run."""
-    return calls.make_executor(optimizer.executor, optimizer.num_threads)
+    """Make the executor of one run's rollouts and reflection calls."""
+    return calls.resolve_executor(optimizer.executor, optimizer.num_threads)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from typing import Any
 
 import dspy
 
-from dspy_combee.calls import make_executor
+from dspy_combee.calls import resolve_executor
 from dspy_combee.controller.batch_size import PowerLawBatchSize, StepTiming
 from dspy_combee.learners.trace_batches import (
     TraceBatch,
@@ -96,7 +96,7 @@ class TraceRun:
         self.trainset = trainset
         self.search_follows = bool(trainset)
         self.names = [name for name, _ in student.named_predictors()]
-        executor = make_executor(optimizer.executor, optimizer.num_threads)
+        executor = resolve_executor(optimizer.executor, optimizer.num_threads)
         self.adapter = make_adapter(optimizer, student, executor, self)
         self.reflection = make_reflection(optimizer, executor)
         self.meter = self.reflection.meter
