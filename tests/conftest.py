@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import logging
 import os
 import signal
 import tempfile
@@ -53,6 +54,32 @@ def openai_server() -> Iterator[OpenAIServer]:
     with OpenAIServer() as server:
         yield server
     assert not server.handler_errors, f"the handler raised: {server.handler_errors}"
+
+
+# For a Ray that a test starts: no token in the home directory.
+RAY_ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """Start Ray once for the session."""
+    import ray
+
+    folder = tempfile.TemporaryDirectory(prefix="ray-")  # A short path: Ray's sockets are in it.
+    with pytest.MonkeyPatch.context() as patch, folder:
+        for name, value in RAY_ENVIRONMENT.items():
+            patch.setenv(name, value)
+        ray.init(
+            address="local",
+            num_cpus=4,
+            object_store_memory=800_000_000,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=folder.name,
+        )
+        yield
+        ray.shutdown()
 
 
 # A skip or an expected failure that the file named by ALLOWED_SKIPS does not list is a failure.

@@ -1,5 +1,6 @@
-"""What the tests of rollouts on Ray send to its workers, which import this module."""
+"""What the tests of executors send to the workers of Ray, which import this module; most of it runs on threads too."""
 
+import contextvars
 import os
 import re
 import signal
@@ -12,9 +13,13 @@ import dspy
 from dspy_combee import ProviderError
 from dspy_combee.testing import ScriptedLM
 
+WAIT = 30  # Seconds after which a test that hangs fails.
 
-class Traveller:
-    """A function that can travel, made of a function of this module."""
+variable = contextvars.ContextVar("variable", default="unset")
+
+
+class Remote:
+    """A function that can run in other processes, made of a function of this module."""
 
     def __init__(self, function, *fixed):
         self.function, self.fixed = function, fixed
@@ -34,8 +39,7 @@ class Traveller:
     def receive_items(self, sent):
         return cloudpickle.loads(sent)
 
-    def send_results(self, results):
-        return cloudpickle.dumps(list(results))
+    send_results = send_items
 
     def receive_results(self, items, sent):
         return cloudpickle.loads(sent)
@@ -44,31 +48,20 @@ class Traveller:
         return f"lost {item}: {reason}"
 
 
-def square(item):
-    return item * item
+def note(folder, name):
+    """Leave one file for each thing that happened."""
+    Path(folder, f"{name}-{os.getpid()}-{time.monotonic_ns()}").touch()
 
 
-def where(item):
-    return os.getpid()
+def noted(folder, name):
+    return len(list(Path(folder).glob(f"{name}-*")))
 
 
-def text_of(item):
-    return str(item)
-
-
-def variable(name):
-    return os.environ.get(name)
-
-
-def setting(item):
-    return dspy.settings.lm, dspy.settings.num_threads
-
-
-def span(item, seconds):
-    """When the item ran; this machine's processes share the clock."""
-    started = time.monotonic()
-    time.sleep(seconds)
-    return started, time.monotonic()
+def wait_for(condition, seconds=WAIT):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    return condition()
 
 
 def most_at_once(spans):
@@ -80,21 +73,42 @@ def most_at_once(spans):
     return peak
 
 
-def note(folder, name):
-    """One file for each thing that happened."""
-    Path(folder, f"{name}-{os.getpid()}-{time.monotonic_ns()}").touch()
+def square(item):
+    return item * item
 
 
-def noted(folder, name):
-    return len(list(Path(folder).glob(f"{name}-*")))
+def where(item):
+    return os.getpid()
+
+
+def environment(name):
+    return os.environ.get(name)
+
+
+def settings(item):
+    return dspy.settings.lm, dspy.settings.num_threads
+
+
+def span(item, seconds):
+    """When the item ran; this machine's processes share the clock."""
+    started = time.monotonic()
+    time.sleep(seconds)
+    return started, time.monotonic()
+
+
+def meet(item, folder, size):
+    """Go on once `size` items have come, and return when the item ran."""
+    started = time.monotonic()
+    note(folder, "here")
+    assert wait_for(lambda: noted(folder, "here") >= size)
+    return started, span(item, 0.01)[1]
 
 
 def fail_first(item, folder):
     note(folder, f"started{item}")
     if item == 0:
-        time.sleep(0.2)
         raise KeyError("item 0")
-    time.sleep(60)
+    wait_for(lambda: noted(folder, "over"))
 
 
 def leave(item):
@@ -103,18 +117,24 @@ def leave(item):
 
 def turned_away_once(item, folder):
     note(folder, f"try{item}")
+    seen = variable.get()
+    variable.set("touched")
     if noted(folder, f"try{item}") == 1:
         raise ProviderError("slow down", transient=True)
-    return item
+    return item, seen
 
 
-def turned_away(item):
-    raise ProviderError("no such key", transient=False, retry_after=3.0)
+def turned_away(item, folder, transient):
+    note(folder, "try")
+    raise ProviderError("no connection", transient=transient, retry_after=None if transient else 3.0)
 
 
-def stall(item):
-    if item == 1:
-        time.sleep(300)
+def stall(item, folder):
+    """Items 0 and 1 take too long, until the folder says that all is over."""
+    if item < 2:
+        wait_for(lambda: noted(folder, "over"))
+        note(folder, "late")
+        raise RuntimeError("too late to matter")
     return item
 
 
@@ -125,16 +145,9 @@ def block(item):
     return item
 
 
-def die_once(item, folder):
+def die(item, folder, times, who=(1,)):
     note(folder, f"run{item}")
-    if item == 1 and noted(folder, "run1") == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return item
-
-
-def die(item, folder, who=(1,)):
-    note(folder, f"run{item}")
-    if item in who:
+    if item in who and noted(folder, f"run{item}") <= times:
         os.kill(os.getpid(), signal.SIGKILL)
     return item
 
@@ -142,54 +155,42 @@ def die(item, folder, who=(1,)):
 # Programs and metrics
 
 
-class Deadly(dspy.Module):
-    """Kills its process at one question."""
-
-    def __init__(self, question=None, blocks=False):
+class Answering(dspy.Module):
+    def __init__(self):
         super().__init__()
         self.answer = dspy.Predict("question -> answer")
-        self.question = question
-        self.blocks = blocks
+
+
+class Deadly(Answering):
+    """Kills its process at question 2."""
 
     def forward(self, question):
-        if question == self.question and self.blocks:
-            re.match(r"(a+)+$", "a" * 60 + "b")
-        if question == self.question:
+        if question == "question 2":
             os.kill(os.getpid(), signal.SIGKILL)
         return self.answer(question=question)
 
 
-class Unsendable(dspy.Module):
+class Unsendable(Answering):
     """Answers with what cannot be pickled."""
-
-    def __init__(self):
-        super().__init__()
-        self.answer = dspy.Predict("question -> answer")
 
     def forward(self, question):
         made = self.answer(question=question)
         return dspy.Prediction(answer=made.answer, stream=(i for i in range(3)), pid=os.getpid())
 
 
-class Helper(dspy.Module):
+class Helper(Answering):
     """Calls a predictor that it makes as it runs, besides its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.answer = dspy.Predict("question -> answer")
 
     def forward(self, question):
         helper = dspy.Predict("question -> hint")
-        hint = helper(question=question).hint
-        return self.answer(question=f"{question} ({hint})")
+        return self.answer(question=f"{question} ({helper(question=question).hint})")
 
 
-class Slow(dspy.Module):
+class Slow(Answering):
     """Notes that it runs, and takes its time."""
 
     def __init__(self, folder, seconds):
         super().__init__()
-        self.answer = dspy.Predict("question -> answer")
         self.folder, self.seconds = folder, seconds
 
     def forward(self, question):

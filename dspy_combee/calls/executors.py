@@ -26,7 +26,7 @@ logger = logging.getLogger("dspy_combee")
 T = TypeVar("T")
 R = TypeVar("R")
 
-_WAKE = 1.0  # Longest wait in seconds. An endless one could sleep through a Ctrl-C that arrives just before it.
+WAKE = 1.0  # Longest wait in seconds. An endless one could sleep through a Ctrl-C that arrives just before it.
 
 # The executors whose items this context runs inside.
 _INSIDE: contextvars.ContextVar[tuple[Executor, ...]] = contextvars.ContextVar("dspy_combee_inside", default=())
@@ -170,14 +170,15 @@ class ThreadExecutor(Executor):
         width = 1 if nested else min(self.width, len(items))
         token = _INSIDE.set(inside if nested else (*inside, self))
         try:
-            if timeout is None and (width <= 1 or self.width == 1):
-                return [_run_here(function, item, slots) for item in items]
             job = _Job(function, items, timeout, on_timeout, slots)
         finally:
             _INSIDE.reset(token)
         try:
-            for _ in range(width):
-                job.add_worker()
+            if timeout is None and (width <= 1 or self.width == 1):
+                job.work()
+            else:
+                for _ in range(width):
+                    job.add_worker()
             return job.collect()
         finally:
             job.abandon()
@@ -220,7 +221,7 @@ class Throttle:
                     return free
                 if not wait:
                     return 0
-                self._condition.wait(min(pause, _WAKE) if pause > 0 else _WAKE)
+                self._condition.wait(min(pause, WAKE) if pause > 0 else WAKE)
 
     def release(self, number: int = 1) -> None:
         """Give slots back."""
@@ -266,23 +267,6 @@ class Throttle:
             return False
 
 
-def _run_here(function: Callable[[T], R], item: T, slots: Throttle) -> R:
-    attempt = 0
-    while True:
-        attempt += 1
-        slots.acquire()
-        try:
-            value = contextvars.copy_context().run(function, item)
-        except ProviderError as error:
-            if not _should_retry(error, attempt, slots):
-                raise
-        else:
-            slots.succeed()
-            return value
-        finally:
-            slots.release()
-
-
 def _should_retry(error: BaseException | None, attempt: int, slots: Throttle) -> bool:
     """Return whether to run an item again; if it was turned away, make everyone pause."""
     if not (isinstance(error, ProviderError) and error.transient):
@@ -300,7 +284,7 @@ class _Outcome:
 
 
 class _Job:
-    """Run one call of `ThreadExecutor.map` on threads: hold its pending items and collect their outcomes."""
+    """Run one call of `ThreadExecutor.map`: hold its pending items and collect their outcomes."""
 
     def __init__(
         self,
@@ -322,9 +306,9 @@ class _Job:
         self.outcomes: queue.SimpleQueue[_Outcome | None] = queue.SimpleQueue()
 
     def add_worker(self) -> None:
-        threading.Thread(target=self._work, name="dspy-combee", daemon=True).start()
+        threading.Thread(target=self.work, name="dspy-combee", daemon=True).start()
 
-    def _work(self) -> None:
+    def work(self) -> None:
         while True:
             self.slots.acquire()
             try:
@@ -384,8 +368,8 @@ class _Job:
     def _patience(self) -> float:
         starts = self.started.copy().values()
         if self.timeout is None or not starts:
-            return _WAKE
-        return min(_WAKE, max(0.0, min(starts) + self.timeout - time.monotonic()))
+            return WAKE
+        return min(WAKE, max(0.0, min(starts) + self.timeout - time.monotonic()))
 
     def _timed_out(self) -> dict[int, Any]:
         results: dict[int, Any] = {}

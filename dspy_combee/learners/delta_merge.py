@@ -100,22 +100,15 @@ def find_relations(deltas: Sequence[Delta], covered: Collection[int] = ()) -> li
     for place, delta in enumerate(deltas):
         for bullet_id in touched_ids(delta):
             users.setdefault(bullet_id, []).append(place)
-    clashes = [
-        places if any(isinstance(deltas[place], Merge) for place in places) else _updates_among(places, deltas)
-        for places in users.values()
-    ]
-    return [
-        *(Relation("similar additions", places) for places in _connected(pairs)),
-        *(
-            Relation(
-                "updates of one bullet"
-                if len(_updates_among(places, deltas)) == len(places)
-                else "operations on the same bullets",
-                places,
-            )
-            for places in _connected(clashes)
-        ),
-    ]
+    clashes = []
+    for places in users.values():
+        merged = any(isinstance(deltas[place], Merge) for place in places)
+        clashes.append([place for place in places if merged or isinstance(deltas[place], Update)])
+    relations = [Relation("similar additions", group) for group in _connected(pairs)]
+    for group in _connected(clashes):
+        only_updates = all(isinstance(deltas[place], Update) for place in group)
+        relations.append(Relation("updates of one bullet" if only_updates else "operations on the same bullets", group))
+    return relations
 
 
 def has_rival_updates(deltas: Sequence[Delta]) -> bool:
@@ -232,10 +225,6 @@ class DecisionReader:
 def _joining(delta: Delta, bullet: Bullet) -> Delta:
     """Return an ADD of what the bullet says: nothing new, the reflection ids go to the bullet."""
     return Add(bullet.section, bullet.content, delta.reflection_ids)
-
-
-def _updates_among(places: Sequence[int], deltas: Sequence[Delta]) -> list[int]:
-    return [place for place in places if isinstance(deltas[place], Update)]
 
 
 def _connected(groups: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dspy_combee.playbook import Applied, Conflict, Merge, Remove
 from dspy_combee.playbook.records import PlaybookChange, PlaybookStep, Reflection
-from dspy_combee.records.types import Reduction
 
 
 @dataclass(frozen=True)
@@ -59,21 +58,32 @@ def bullet_ids(steps: Sequence[PlaybookStep], component: str) -> set[str]:
 
 def _trace_step(step: PlaybookStep, change: PlaybookChange, wanted: set[str]) -> Iterator[BulletProvenance]:
     """Walk a step from its end to its start; bullets that became part of a wanted one are wanted from then on."""
-    reflections = _reflections_of(step, change.component)
+    # Those of the predictor whose playbook it is; of all predictors where they share one.
+    own = [item for item in step.reflections if item.predictor == change.component] or step.reflections
+    used = {item.source for item in own if item.id not in step.unused_reflections}
+    lost = tuple(step.minibatch_ids[source] for source in _sources(own) if source not in used)
+
+    def entry(bullet_id: str, kind: str, content: str, reflection_ids: Sequence[str] = ()) -> BulletProvenance:
+        fed = tuple(item for item in own if item.id in reflection_ids)
+        examples = tuple(step.minibatch_ids[source] for source in _sources(fed))
+        nodes = _nodes_naming(step, change.component, {item.id for item in fed})
+        return BulletProvenance(
+            step.iteration, change.component, bullet_id, kind, content, fed, nodes, fed=examples, lost=lost
+        )
+
     for pruned in reversed(change.pruned):
         if pruned.into in wanted:
             wanted.add(pruned.bullet.id)
-            yield _entry(step, change, reflections, pruned.bullet.id, "UNITE", pruned.bullet.content, ())
+            yield entry(pruned.bullet.id, "UNITE", pruned.bullet.content)
     for item in reversed(change.applied):
         if item.bullet_id in wanted:
-            wanted.update(_united(item, change.conflicts))
+            wanted.update(_merged_by(item, change.conflicts))
             delta = item.delta
             content = "" if isinstance(delta, Remove) else delta.content
-            kind = type(delta).__name__.upper()
-            yield _entry(step, change, reflections, item.bullet_id, kind, content, delta.reflection_ids)
+            yield entry(item.bullet_id, type(delta).__name__.upper(), content, delta.reflection_ids)
 
 
-def _united(item: Applied, conflicts: Sequence[Conflict]) -> set[str]:
+def _merged_by(item: Applied, conflicts: Sequence[Conflict]) -> set[str]:
     """Return the bullets that a MERGE has made one, without those that another delta kept out of it."""
     if not isinstance(item.delta, Merge):
         return set()
@@ -86,42 +96,15 @@ def _united(item: Applied, conflicts: Sequence[Conflict]) -> set[str]:
     return set(item.delta.ids) - kept_out
 
 
-def _entry(
-    step: PlaybookStep,
-    change: PlaybookChange,
-    reflections: Sequence[Reflection],
-    bullet_id: str,
-    kind: str,
-    content: str,
-    reflection_ids: Sequence[str],
-) -> BulletProvenance:
-    ids = step.minibatch_ids
-    used = {item.source for item in reflections if item.id not in step.unused_reflections}
-    sources = dict.fromkeys(item.source for item in reflections)
-    fed = tuple(item for item in reflections if item.id in reflection_ids)
-    reduction = next((made for made in step.reductions if made.component == change.component), None)
-    return BulletProvenance(
-        iteration=step.iteration,
-        component=change.component,
-        bullet_id=bullet_id,
-        change=kind,
-        content=content,
-        reflections=fed,
-        nodes=() if reduction is None else _nodes(reduction, {item.id for item in fed}),
-        fed=tuple(ids[source] for source in dict.fromkeys(item.source for item in fed)),
-        lost=tuple(ids[source] for source in sources if source not in used),
-    )
+def _sources(reflections: Iterable[Reflection]) -> list[int]:
+    return list(dict.fromkeys(item.source for item in reflections))
 
 
-def _nodes(reduction: Reduction, reflection_ids: set[str]) -> tuple[str, ...]:
+def _nodes_naming(step: PlaybookStep, component: str, reflection_ids: set[str]) -> tuple[str, ...]:
+    """Return the calls for a playbook whose deltas name one of the reflections, the last call first."""
+    reduction = next((made for made in step.reductions if made.component == component), None)
     named = {
         node.id: {name for delta in node.output or () for name in getattr(delta, "reflection_ids", ())}
-        for node in reversed(reduction.nodes)
+        for node in reversed(reduction.nodes if reduction else ())
     }
     return tuple(node for node, names in named.items() if names & reflection_ids)
-
-
-def _reflections_of(step: PlaybookStep, component: str) -> list[Reflection]:
-    """Return those of the predictors whose playbook it is: of all predictors where they share one."""
-    own = [item for item in step.reflections if item.predictor == component]
-    return own or list(step.reflections)

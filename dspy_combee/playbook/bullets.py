@@ -141,12 +141,11 @@ def clean_ids(value: object) -> tuple[str, ...]:
     """Return reflection ids, each once, in the order given.
 
     Raises:
-        PlaybookError: If `value` is not a list, tuple, set or the like of texts, or one of them is blank.
+        PlaybookError: If `value` is not a list or tuple of texts, or one of them is blank.
     """
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    if not isinstance(value, list | tuple):
         raise PlaybookError(f"reflection ids must be a list of texts, not {value!r}")
-    ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-    ids = tuple(dict.fromkeys(clean_text(item, "a reflection id") for item in ordered))
+    ids = join_ids(clean_text(item, "a reflection id") for item in value)
     if not all(item.strip() for item in ids):
         raise PlaybookError("a reflection id is blank")
     return ids
@@ -174,12 +173,8 @@ def _fold_section(name: str) -> str:
 
 def section_slug(section: str) -> str:
     """Return the slug of ids in `section`: ACE's for its seven, else initials, or four letters of a lone word."""
-    known = SECTIONS.get(find_section(section, ()))
-    if known:
+    if known := SECTIONS.get(find_section(section, ())):
         return known
-    ascii_text = unicodedata.normalize("NFKD", section).encode("ascii", "ignore").decode().lower()
-    words = re.findall(r"[a-z]+", ascii_text)
-    words = [word for word in words if word not in _SMALL_WORDS] or words
-    if not words:
-        return SECTIONS[DEFAULT_SECTION]
+    words = re.findall(r"[a-z]+", unicodedata.normalize("NFKD", section).encode("ascii", "ignore").decode().lower())
+    words = [word for word in words if word not in _SMALL_WORDS] or words or [SECTIONS[DEFAULT_SECTION]]
     return words[0][:4] if len(words) == 1 else "".join(word[0] for word in words[:5])

@@ -32,7 +32,7 @@ from dspy_combee.playbook.bullets import (
 )
 from dspy_combee.playbook.deltas import Applied, Batch, Conflict, Refused
 from dspy_combee.playbook.pruning import NearDuplicates, Pruned, prune, same_words
-from dspy_combee.playbook.text import BEGIN, END, find_block, number_after, parse, render, render_bullet
+from dspy_combee.playbook.text import BEGIN, END, number_after, parse, render, render_bullet
 from dspy_combee.records.files import replacing
 from dspy_combee.records.text import estimate_tokens
 
@@ -377,11 +377,12 @@ def detach(instructions: str) -> tuple[str, Playbook | None]:
     The playbook is None, and the instructions unchanged, where they do not end with one. Nothing in the playbook
     is an error: lines that somebody has made unreadable come back as text.
     """
-    found = find_block(instructions)
-    if found is None:
+    # A line inside a playbook never begins with a delimiter, so the last one that opens is the right one.
+    base, begin, block = ("\n" + instructions.rstrip()).rpartition(f"\n{BEGIN}\n")
+    if not begin or not ("\n" + block).endswith("\n" + END):
         return instructions, None
-    base, text = found
-    return base, Playbook.from_text(text)
+    base = base.removesuffix("\n").removeprefix("\n")
+    return base, Playbook.from_text(block.removesuffix(END))
 
 
 def playbooks_in(program: Any) -> dict[str, Playbook]:

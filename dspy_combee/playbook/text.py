@@ -46,7 +46,6 @@ BEGIN = "===== PLAYBOOK BEGIN ====="
 END = "===== PLAYBOOK END ====="
 
 _INDENT = "  "
-_BEGIN_LINE = re.compile(rf"(?<![^\n]){re.escape(BEGIN)}\n")
 _HEADER = re.compile(r"##[ \t]+(\S.*)")
 _BULLET = re.compile(rf"\[({ID_PATTERN})\](?:[ \t](.*))?", re.DOTALL)
 _COUNTERS = re.compile(r"[ \t]*helpful=([0-9]+)[ \t]+harmful=([0-9]+)[ \t]*::[ \t]?(.*)", re.DOTALL)
@@ -63,13 +62,9 @@ _MARK = re.compile(r"&#38;(?=(?:#38;)*#(?:9|13|65279);)|&#(?:9|13|65279);")
 
 
 def render(sections: Iterable[str], entries: Sequence[Entry], next_number: int, *, for_prompt: bool = False) -> str:
-    """Write the text form; it ends with a newline unless it is empty.
+    """Write the text form of entries that are grouped by section; it ends with a newline unless it is empty.
 
-    Args:
-        sections: The names of all sections, in order, empty ones included.
-        entries: Grouped by section, those of the section `""` first.
-        next_number: The number that the next new bullet gets.
-        for_prompt: Whether to leave out which reflections bullets came from, and to write tabs as `&#9;`.
+    For a prompt it leaves out which reflections bullets came from, and writes tabs as `&#9;`.
     """
     marked = _MARKED_AND_TABS if for_prompt else _MARKED
     by_section = {name: _lines(group, marked) for name, group in groupby(entries, key=lambda entry: entry.section)}
@@ -123,22 +118,6 @@ def parse(text: str, *, strict: bool) -> tuple[tuple[str, ...], tuple[Entry, ...
         for entry in reader.entries
     )
     return tuple(reader.sections), entries, max(reader.next_number, number_after(entries))
-
-
-def find_block(text: str) -> tuple[str, str] | None:
-    """Cut a text that ends with a delimited playbook into what stands before it and the playbook's text.
-
-    A line inside a playbook never begins with a delimiter, so the last one that opens is the right one.
-    """
-    body = text.rstrip()
-    if not body.endswith("\n" + END):
-        return None
-    start = max((match.start() for match in _BEGIN_LINE.finditer(body)), default=-1)
-    if start < 0:
-        return None
-    before = body[:start]
-    before = before.removesuffix("\n\n") if before.endswith("\n\n") else before.removesuffix("\n")
-    return before, body[start + len(BEGIN) + 1 : -len(END)]
 
 
 def _lines(entries: Iterable[Entry], marked: re.Pattern[str]) -> list[str]:

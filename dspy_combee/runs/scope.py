@@ -20,7 +20,7 @@ from typing import Any
 import dspy
 from filelock import FileLock, Timeout
 
-from dspy_combee.calls import check_executor, make_executor
+from dspy_combee.calls import resolve_executor
 from dspy_combee.calls.executors import Executor
 from dspy_combee.calls.guard import CallGuard
 from dspy_combee.controller.batch_size import PowerLawBatchSize
@@ -71,7 +71,7 @@ class RunOptions:
         _check_metric(self.metric)
         if self.reflection_lm is not None:
             check_lm("reflection_lm", self.reflection_lm)
-        check_executor(self.executor)
+        resolve_executor(self.executor)
         check_callbacks(self.step_callbacks)
         if self.num_threads is not None:
             check_int("num_threads", self.num_threads)
@@ -113,7 +113,7 @@ class RunScope:
         self.options = options
         self.student = student
         self.reflection_lm = reflection_lm
-        self.executor = make_executor(options.executor, options.num_threads)
+        self.executor = resolve_executor(options.executor, options.num_threads)
         self.guard = CallGuard(self.executor, options.reflection_timeout, options.max_reflection_cost)
         self.scorer = Scorer(options.metric, options.failure_score, options.perfect_score)
         self.stage = MapStage(ProgramCopier(student), self.scorer, self.executor, options.rollout_timeout)
