@@ -313,3 +313,9 @@ def test_the_charts_take_nothing_from_the_user_s_style():
     with mpl.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.fonttype": "path"}):
         assert html_page(STEPS[:9]) == page
         assert mpl.rcParams["font.size"] == 30
+
+
+def test_a_chart_with_nothing_to_show_is_left_out():
+    page = html_page([replace(FIRST, best_score=None, scores_before=())])
+    assert "<svg role" not in page
+    assert "Score over" not in page

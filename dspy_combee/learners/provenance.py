@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dspy_combee.playbook import Applied, Conflict, Merge, Remove
+from dspy_combee.playbook import Remove
+from dspy_combee.playbook.deltas import merged_ids
 from dspy_combee.playbook.records import PlaybookChange, PlaybookStep, Reflection
 
 
@@ -77,23 +78,10 @@ def _trace_step(step: PlaybookStep, change: PlaybookChange, wanted: set[str]) ->
             yield entry(pruned.bullet.id, "UNITE", pruned.bullet.content)
     for item in reversed(change.applied):
         if item.bullet_id in wanted:
-            wanted.update(_merged_by(item, change.conflicts))
+            wanted.update(merged_ids(item, change.conflicts))
             delta = item.delta
             content = "" if isinstance(delta, Remove) else delta.content
             yield entry(item.bullet_id, type(delta).__name__.upper(), content, delta.reflection_ids)
-
-
-def _merged_by(item: Applied, conflicts: Sequence[Conflict]) -> set[str]:
-    """Return the bullets that a MERGE has made one, without those that another delta kept out of it."""
-    if not isinstance(item.delta, Merge):
-        return set()
-    kinds = ("merge_over_updated", "merge_over_removed", "merges")
-    kept_out = {
-        found.bullet_id
-        for found in conflicts
-        if found.kind in kinds and item.index in (*found.kept, *found.dropped) and found.kept[0] != item.index
-    }
-    return set(item.delta.ids) - kept_out
 
 
 def _sources(reflections: Iterable[Reflection]) -> list[int]:

@@ -113,6 +113,20 @@ class Conflict:
     """How it was settled."""
 
 
+def merged_ids(item: Applied, conflicts: Sequence[Conflict]) -> list[str]:
+    """Return the bullets that a MERGE has made one, without those that another delta kept out of it."""
+    if not isinstance(item.delta, Merge):
+        return []
+    kept_out = {
+        found.bullet_id
+        for found in conflicts
+        if found.kind in _MERGE_CONFLICTS.values()
+        and item.index in (*found.kept, *found.dropped)
+        and found.kept[0] != item.index
+    }
+    return [bullet_id for bullet_id in item.delta.ids if bullet_id not in kept_out]
+
+
 def delta_from(value: Mapping[str, Any]) -> Delta:
     """Read a delta from a curator's JSON: `{"type": "ADD", "section": ..., "content": ...}`.
 

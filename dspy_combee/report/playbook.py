@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dspy_combee.playbook.deltas import Add, Applied, Conflict, Merge, Remove
+from dspy_combee.playbook.deltas import Add, Applied, Conflict, Remove, merged_ids
 from dspy_combee.playbook.playbook import read_tag
 from dspy_combee.playbook.records import PlaybookChange, PlaybookStep
 from dspy_combee.records.types import StepRecord
@@ -87,11 +87,9 @@ class PlaybookHistory:
         bullet.content = delta.content
         sources = f" from {', '.join(delta.reflection_ids)}" if delta.reflection_ids else ""
         bullet.events.append(f"step {iteration}: {type(delta).__name__.upper()}{sources}")
-        if isinstance(delta, Merge):
-            kept_out = {found.bullet_id for found in conflicts if _keeps_out(found, item.index)}
-            for bullet_id in delta.ids:
-                if bullet_id != item.bullet_id and bullet_id not in kept_out:
-                    self._leave(iteration, self._bullet(bullet_id), "merged", item.bullet_id)
+        for bullet_id in merged_ids(item, conflicts):
+            if bullet_id != item.bullet_id:
+                self._leave(iteration, self._bullet(bullet_id), "merged", item.bullet_id)
 
     def _leave(self, iteration: int, bullet: BulletHistory, why: str, into: str | None = None) -> None:
         if not bullet.gone:
@@ -99,13 +97,6 @@ class PlaybookHistory:
             bullet.events.append(f"step {iteration}: {why}" + ("" if into is None else f" into {into}"))
             if into is not None:
                 self._bullet(into).count(iteration, *bullet.counts)
-
-
-def _keeps_out(conflict: Conflict, merge_index: int) -> bool:
-    """Return whether another delta (the first that the conflict names) kept the bullet out of this MERGE."""
-    if conflict.kind == "merges":
-        return conflict.kept[0] != merge_index
-    return conflict.kind in ("merge_over_updated", "merge_over_removed")
 
 
 def playbook_histories(steps: Sequence[StepRecord]) -> list[PlaybookHistory]:

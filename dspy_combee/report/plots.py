@@ -141,6 +141,7 @@ def _axes(ax: Axes | None) -> Axes:
 
 # The page's charts -------------------------------------------------------------------------------------------
 
+WIDTH, HEIGHT = 345.6, 201.6  # in points
 COLORS = {ACCENT: "accent", GOOD: "good", BAD: "bad", SOFT: "soft", LINE: "line", GROUND: "card"}
 STYLE: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), SOFT),
@@ -170,19 +171,19 @@ def svg_chart(label: str, draw: Callable[..., object], *values: object) -> str:
     with mpl.rc_context():
         mpl.rcdefaults()  # Nothing of the user's own style.
         mpl.rcParams.update({**STYLE, "svg.hashsalt": label})
-        figure = Figure(figsize=(4.8, 2.8), layout="constrained")
+        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), layout="constrained")
         try:
             draw(*values, ax=figure.subplots())
         except ValueError:
             return ""
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", file.getvalue(), flags=re.DOTALL)
+    _, _, body = file.getvalue().partition("<svg")[2].partition(">")
+    body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
     # The page's policy refuses style attributes, and takes the same as attributes of SVG; fonts are the page's own.
-    text = re.sub(r' style="([^"]*)"', _attributes, text)
+    body = re.sub(r' style="([^"]*)"', _attributes, body)
     for color, variable in COLORS.items():
-        text = text.replace(f'"{color}"', f'"var(--{variable})"')
-    _, _, text = text.partition("<svg")
-    return re.sub(r'^[^>]*?(viewBox="[^"]*")[^>]*', rf'<svg role="img" aria-label="{escape(label)}" \1', text)
+        body = body.replace(f'"{color}"', f'"var(--{variable})"')
+    return f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {WIDTH} {HEIGHT}">{body}'
 
 
 def _attributes(style: re.Match[str]) -> str:

@@ -119,7 +119,9 @@ def final_texts(steps: Sequence[StepRecord]) -> dict[str, list[Provenance]]:
 
 def as_text(value: Any) -> str:
     """Return a proposal as text: deltas and other values that are no text as indented JSON."""
-    return value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False, default=_plain)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, indent=2, ensure_ascii=False, skipkeys=True, default=_plain)
 
 
 def _plain(value: Any) -> Any:
