@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_combee.records.redaction import REDACTED, redact, redact_data
+from dspy_combee.records.secrets import REDACTED, redact, redact_data
 
 # Made up here, in parts, so that no scanner takes them for real ones.
 ALNUM = "a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8s9T0u1V2w3X4y5Z6"

@@ -16,7 +16,7 @@ from dspy.primitives.repl_types import REPLEntry, REPLHistory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_combee.records.secrecy import shorten
+from dspy_combee.records.secrets import shorten
 from dspy_combee.records.text import as_data, as_text, estimate_tokens, repair
 
 START, END = "<<CUSTOM-TYPE-START-IDENTIFIER>>", "<<CUSTOM-TYPE-END-IDENTIFIER>>"

@@ -22,7 +22,7 @@ from dspy.utils.exceptions import LMError
 
 from dspy_combee.calls.provider_errors import is_refusal, may_pass
 from dspy_combee.records.errors import ProviderError
-from dspy_combee.records.secrecy import shorten
+from dspy_combee.records.secrets import shorten
 from dspy_combee.records.text import repair
 from dspy_combee.records.types import Usage
 

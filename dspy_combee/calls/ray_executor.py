@@ -21,7 +21,7 @@ from dspy_combee.calls.executors import WAKE, Executor, ThreadExecutor, check_ti
 from dspy_combee.calls.remote import RemoteFunction, TaskPayload, loads, run_shard
 from dspy_combee.records.checks import check_int
 from dspy_combee.records.errors import ExecutorError
-from dspy_combee.records.secrecy import shorten
+from dspy_combee.records.secrets import shorten
 
 logger = logging.getLogger("dspy_combee")
 

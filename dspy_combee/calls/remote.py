@@ -27,7 +27,7 @@ from dspy.utils.usage_tracker import UsageTracker
 
 from dspy_combee.calls.executors import Backoff, ThreadExecutor
 from dspy_combee.records.errors import ExecutorError
-from dspy_combee.records.secrecy import shorten
+from dspy_combee.records.secrets import shorten
 
 logger = logging.getLogger("dspy_combee")
 

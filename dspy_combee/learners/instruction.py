@@ -30,7 +30,7 @@ from dspy_combee.calls.lm_calls import LMCallResult, MisuseError, StrictJSONAdap
 from dspy_combee.learners.learner import Learner, Proposal, are_traces, concerns, record_tokens, trace_record
 from dspy_combee.records.checks import check_int, check_lm
 from dspy_combee.records.errors import OutOfBudgetError, ProviderError, UnknownCostError
-from dspy_combee.records.secrecy import hide_own_secrets
+from dspy_combee.records.secrets import hide_own_secrets
 from dspy_combee.records.text import as_data, as_text, estimate_tokens, text_of
 from dspy_combee.records.types import ProposalNode, Reduction, Rollout, Usage
 from dspy_combee.reduce import resolve_aggregator

@@ -20,7 +20,7 @@ from typing import Any
 
 from dspy_combee.playbook.bullets import Bullet, bullet_number, bullet_support
 from dspy_combee.playbook.deltas import unite
-from dspy_combee.records.secrecy import shorten
+from dspy_combee.records.secrets import shorten
 
 logger = logging.getLogger("dspy_combee")
 

@@ -20,7 +20,7 @@ from dspy_combee.calls.executors import Executor
 from dspy_combee.calls.lm_calls import UsageMeter, hearing, usage_of
 from dspy_combee.calls.provider_errors import is_outage, is_refusal
 from dspy_combee.records.errors import ProviderError
-from dspy_combee.records.secrecy import shorten
+from dspy_combee.records.secrets import shorten
 from dspy_combee.records.text import text_of
 from dspy_combee.records.types import ReflectionRecord, Rollout, TraceStep, Usage
 

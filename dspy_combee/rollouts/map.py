@@ -33,7 +33,7 @@ from dspy_combee.calls.executors import Executor, ThreadExecutor
 from dspy_combee.calls.lm_calls import UsageMeter, hearing, usage_of
 from dspy_combee.calls.remote import dumps, loads, pack, sendable
 from dspy_combee.records.errors import ProviderError
-from dspy_combee.records.secrecy import keeping_secret, secrets_of, shorten
+from dspy_combee.records.secrets import keeping_secret, secrets_of, shorten
 from dspy_combee.records.text import text_of
 from dspy_combee.records.types import Rollout, TraceStep
 from dspy_combee.rollouts.feedback import Scorer, causes_of, raise_if_provider

@@ -16,7 +16,7 @@ from gepa import EvaluationBatch
 
 from dspy_combee.learners.instruction import Candidate, InstructionLearner
 from dspy_combee.records.errors import CombeeError
-from dspy_combee.records.secrecy import hide_own_secrets, holds_own_secret, shorten
+from dspy_combee.records.secrets import hide_own_secrets, holds_own_secret, shorten
 from dspy_combee.records.text import text_of
 from dspy_combee.records.types import Rollout
 from dspy_combee.rollouts.feedback import ReflectiveDataset, feedback_of, program_trace

@@ -10,7 +10,7 @@ from typing import Any
 
 from dspy_combee.controller.batch_size import StepTiming
 from dspy_combee.controller.sampling import EpochSampler
-from dspy_combee.records.secrecy import shorten
+from dspy_combee.records.secrets import shorten
 from dspy_combee.records.types import Reduction, Rollout, StepRecord, Usage
 from dspy_combee.runs.scope import RunScope
 

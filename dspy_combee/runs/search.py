@@ -28,7 +28,7 @@ from dspy_combee.controller.batch_size import resolve_sizer
 from dspy_combee.controller.sampling import Budget, BudgetedSampling, EpochSampler, resolve_selector, tasks_per_step
 from dspy_combee.learners.instruction import Candidate, CombeeProposer, InstructionLearner, Job, to_proposal
 from dspy_combee.records.errors import CombeeError, OutOfBudgetError, ReflectionError
-from dspy_combee.records.secrecy import hide_secrets, shorten
+from dspy_combee.records.secrets import hide_secrets, shorten
 from dspy_combee.records.types import Reduction, Rollout
 from dspy_combee.reduce.shuffle import default_num_groups
 from dspy_combee.rollouts.feedback import raise_if_provider

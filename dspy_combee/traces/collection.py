@@ -2,7 +2,7 @@
 
 `load_traces` reads files, `traces_from` takes the runs of DSPy programs, `save_traces` writes our own form (see
 `traces.formats`), `to_record` and `render_trace` show a trace to reflection. A trace is other people's text: nothing in
-it is executed, unpickled or followed as a path, and what looks like a secret is redacted on load (see `redaction`).
+it is executed, unpickled or followed as a path, and what looks like a secret is redacted on load (`records.secrets`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import overload
 
-from dspy_combee.records.redaction import redact, redact_data
+from dspy_combee.records.secrets import redact, redact_data
 from dspy_combee.traces.files import Found, TraceFile, file_at, read, read_at, walk
 from dspy_combee.traces.formats import READERS, to_json_line
 from dspy_combee.traces.types import Trace, TraceError
@@ -197,7 +197,7 @@ def load_traces(
             `"terminal_bench"` (rows of the public data), or `"auto"`, which tells them apart trace by trace. See
             `traces.formats`.
         on_error: `"raise"` stops at a bad file or line; `"skip"` leaves it out, counts it and logs it.
-        redact: Whether what looks like a secret becomes `[redacted]`; see `redaction` for the patterns.
+        redact: Whether what looks like a secret becomes `[redacted]`; see `records.secrets` for the patterns.
         extra_secrets: Secrets that are redacted whatever they look like.
 
     Returns:

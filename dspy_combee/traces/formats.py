@@ -26,7 +26,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dspy_combee.records.secrecy import shorten
+from dspy_combee.records.secrets import shorten
 from dspy_combee.traces.types import Trace, TraceError, TraceMessage, as_score
 
 _FORMAT = "dspy_combee.trace"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dspy_combee.records.errors import CombeeError
-from dspy_combee.records.secrecy import hide_secrets
+from dspy_combee.records.secrets import hide_secrets
 from dspy_combee.records.text import repair
 
 KINDS = ("system", "user", "agent", "reasoning", "input", "call", "output")

@@ -1,4 +1,7 @@
-"""Redaction: values that look like secrets become `[redacted]`. Pure, and without imports from the package.
+"""Secrets: what looks like one, or is known as one, becomes `[redacted]`.
+
+Texts that go into logs, records and reports pass through `shorten` or `hide_secrets`, which also hide the keys that
+a run was given (`keeping_secret`).
 
 What counts as a secret (`redact` goes by the look of the text, `redact_data` by the keys of mappings too, and then
 replaces all texts in a list or a mapping under such a name):
@@ -29,14 +32,20 @@ found: name it in `extra_secrets`.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
+
+from dspy_combee.records.text import text_of
 
 REDACTED = "[redacted]"
 
-# A literal, which is fast to look for, and the pattern that is tried where it stands in the text. Every repetition,
-# here and below, has a literal before it or a bound, so that no text takes time quadratic in its length.
+# A literal, which is fast to search for, and the pattern to try if the text holds it. Every repetition, here and
+# below, follows a literal or is bounded, so that no text takes time quadratic in its length.
 _KEYS: tuple[tuple[str, str], ...] = (
     ("sk-", r"sk-(?=[A-Za-z_-]{0,200}[0-9])[A-Za-z0-9_-]{20,}"),
     ("AIza", r"AIza[\w-]{35}"),
@@ -123,7 +132,7 @@ _NAMES_A_SECRET = re.compile(r"passw|pwd|passphrase|secret|token|key|credential"
 
 
 def _is_value(value: str, shortest: int = 4) -> bool:
-    """Whether a value is one, and no placeholder, path or mask for it."""
+    """Tell a value from a placeholder, a path or a mask."""
     if len(value) < shortest or value.startswith(_STARTS_NO_VALUE) or _NO_VALUES.fullmatch(value.rstrip(".!?")):
         return False
     return not set(value) <= _MASK
@@ -142,7 +151,7 @@ def _has_digit_and_letter(value: str) -> bool:
 
 
 def _is_bare_secret(value: str, assigned_tightly: bool) -> bool:
-    """Whether a value without quotes is a secret, and no expression, word or type."""
+    """Tell a secret from an expression, a word or a type in a value without quotes."""
     if not _is_value(value):
         return False
     if not _CODE.fullmatch(value):
@@ -202,7 +211,7 @@ def _redact_bearer(match: re.Match[str]) -> str:
 
 
 _KEY_PATTERNS = tuple((hint, re.compile(_NOT_IN_A_WORD + pattern, re.ASCII)) for hint, pattern in _KEYS)
-# What stands in the text in lower case where the pattern may match.
+# Literals, one of which the lower-cased text holds wherever the pattern matches.
 _PATTERNS: tuple[tuple[tuple[str, ...], re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
     (("private key",), _KEY_BLOCK, lambda match: REDACTED),
     (("://",), _URL_PASSWORD, _redact_second),
@@ -216,13 +225,13 @@ _PATTERNS: tuple[tuple[tuple[str, ...], re.Pattern[str], Callable[[re.Match[str]
 
 
 def redact(text: str, extra_secrets: Iterable[str] = ()) -> str:
-    """`text` with everything that looks like a secret replaced by `[redacted]`.
+    """Replace everything in `text` that looks like a secret by `[redacted]`.
 
-    What counts is listed at the top of this module. Redacting twice changes nothing more.
+    What counts as one is listed at the top of this module. Redacting twice changes nothing more.
 
     Args:
         text: Any text.
-        extra_secrets: Secrets to replace whatever they look like; blank ones are passed over.
+        extra_secrets: Secrets to replace whatever they look like; blank ones are ignored.
 
     Raises:
         TypeError: If `extra_secrets` is one text instead of several.
@@ -240,12 +249,12 @@ def redact(text: str, extra_secrets: Iterable[str] = ()) -> str:
 
 
 def redact_data(value: Any, extra_secrets: Iterable[str] = ()) -> Any:
-    """`value` with every text in it redacted, and with the texts that stand under a secret's name, however deep.
+    """Redact every text in `value`, and replace the texts under a secret's name, however deep.
 
-    Mappings become dicts, lists and tuples stay what they are; every other object is passed by reference.
+    Mappings become dicts, lists and tuples keep their type; any other object is passed by reference.
 
     Args:
-        value: Plain data, such as JSON gives.
+        value: Plain data, as parsed from JSON.
         extra_secrets: As in `redact`.
     """
     return _redact_value(value, _checked(extra_secrets), None)
@@ -265,7 +274,7 @@ def _redact_value(value: Any, secrets: tuple[str, ...], is_secret: Callable[[str
 
 
 def _rule(key: Any, above: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
-    """What makes a text under this key a secret; `above` is the rule for the mapping, the stricter one stays."""
+    """Choose the rule for texts under `key`: its own or the one `above`, whichever is stricter."""
     if above is _is_any_value or not isinstance(key, str):
         return above
     if _SECRET_NAME.search(key):
@@ -276,5 +285,99 @@ def _rule(key: Any, above: Callable[[str], bool] | None) -> Callable[[str], bool
 def _checked(secrets: Iterable[str]) -> tuple[str, ...]:
     if isinstance(secrets, str | bytes):
         raise TypeError("extra_secrets must be several texts, such as a list of them, not one text")
-    # The longest first: a secret may be part of another.
+    # Longest first: a secret may be part of another.
     return tuple(sorted({secret for secret in secrets if secret.strip()}, key=lambda secret: (-len(secret), secret)))
+
+
+# The secrets of a run, and texts that go into logs, records and reports -----------------------------------------
+
+_SECRETS: ContextVar[tuple[str, ...]] = ContextVar("dspy_combee_secrets", default=())
+_SECRET_VARIABLES = ("_API_KEY", "_ACCESS_KEY", "_TOKEN", "_SECRET")
+_SECRET_OPTION = re.compile("key|secret|credentials|passw|(?:^|_)token(?:_|$)")
+_SECRET_HEADER = re.compile("auth|key|token|secret|cookie|credential|passw|session", re.IGNORECASE)
+
+
+def shorten(value: object, limit: int = 500, form: Callable[[Any], str] = str) -> str:
+    """Return the text of `value` on one line, without secrets, and cut at `limit` characters with a mark."""
+    line = " ".join(hide_secrets(text_of(value, form)).split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def traceback_of(error: BaseException) -> str:
+    """Format the traceback of an error without secrets."""
+    return hide_secrets("".join(traceback.format_exception(error)).rstrip())
+
+
+def hide_own_secrets(value: Any) -> Any:
+    """Hide the run's own secrets in plain data. What only looks like a secret stays: it may belong to the task."""
+    if isinstance(value, str):
+        for secret in _SECRETS.get():
+            value = value.replace(secret, REDACTED)
+        return value
+    if isinstance(value, dict):
+        return {hide_own_secrets(key): hide_own_secrets(item) for key, item in value.items()}
+    return [hide_own_secrets(item) for item in value] if isinstance(value, list) else value
+
+
+def holds_own_secret(data: bytes) -> bool:
+    """Tell whether `data` holds one of the run's own secrets."""
+    return any(secret.encode() in data for secret in _SECRETS.get())
+
+
+def hide_secrets(text: str) -> str:
+    """Replace what looks like a secret, and the run's own secrets (`keeping_secret`), by `[redacted]`."""
+    return redact(text, _SECRETS.get())
+
+
+@contextmanager
+def keeping_secret(secrets: Iterable[str]) -> Iterator[None]:
+    """Hide these texts too in the block, and in every task that is started in it.
+
+    An error that leaves the block is cut off from the causes whose text holds a secret.
+    """
+    token = _SECRETS.set(tuple(sorted({*_SECRETS.get(), *secrets}, key=len, reverse=True)))
+    try:
+        yield
+    except BaseException as error:
+        _cut_chain(error)
+        raise
+    finally:
+        _SECRETS.reset(token)
+
+
+def _cut_chain(error: BaseException) -> None:
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        text = text_of(cause)
+        if hide_secrets(text) != text:
+            error.__cause__ = error.__context__ = None
+            return
+        error, cause = cause, cause.__cause__ or cause.__context__
+
+
+def _is_random(text: str) -> bool:
+    return len(text) >= 20 and text.isalnum() and not text.isalpha()
+
+
+def secrets_of(lms: Iterable[Any]) -> set[str]:
+    """Collect the keys and header values that language models were given, and the keys in the environment."""
+    found: set[str] = set()
+    for lm in lms:
+        found.update(_secret_values(getattr(lm, "kwargs", {})))
+    found.update(value for name, value in os.environ.items() if name.endswith(_SECRET_VARIABLES))
+    return {secret for secret in found if len(secret) >= 8}
+
+
+def _secret_values(options: Mapping[Any, Any]) -> Iterator[str]:
+    """Yield the texts under a secret's name, also in options that are groups of options (credentials)."""
+    for name, value in ((str(name), value) for name, value in options.items()):
+        if name.endswith("headers") and isinstance(value, Mapping):
+            for header, item in value.items():
+                # `Bearer KEY` is a secret, and KEY is one by itself.
+                parts = [str(item), *str(item).split()]
+                yield from (part for part in parts if _SECRET_HEADER.search(str(header)) or _is_random(part))
+        elif _SECRET_OPTION.search(name):
+            if isinstance(value, Mapping):
+                yield from _secret_values(value)
+            elif isinstance(value, str):
+                yield value
