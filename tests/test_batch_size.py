@@ -1,6 +1,5 @@
 """The controller of section 3.3 as a pure piece (the fit, the profile plan), and what decides n for each step."""
 
-import itertools
 import json
 import logging
 import math
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import FrozenInstanceError
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from dspy_combee import PowerLawBatchSize
-from dspy_combee.controller.batch_size import ControlledSize, ReplayedSizes, StepTiming, resolve_sizer
+from dspy_combee.controller.batch_size import StepTiming, resolve_sizer
 
 N = 500
 FOUR, FIVE = (5, 10, 20, 40), (5, 10, 20, 40, 80)
@@ -34,14 +34,14 @@ def power(sizes, alpha, num_examples=N):
     return steps_for({n: 1000 * n**-alpha for n in sizes}, num_examples)
 
 
+def tiny(num_examples):
+    return [(n, 1.0) for n in sorted({min(n, num_examples) for n in FIVE})]
+
+
 # --- the fit -----------------------------------------------------------------------------------------------
 
-SPAN, MINIMUM, UNDER, RISES = (
-    "spans under a factor of 4",
-    "the measured size with the shortest",
-    "under 20%",
-    "no faster",
-)
+SPAN, UNDER, RISES = "spans under a factor of 4", "under 20%", "no faster"
+MINIMUM, NOTHING, ZEROS = "the measured size with the shortest", "nothing was measured", "every measured size took 0 s"
 FITS = [  # what was measured, N, options: the choice, alpha, the plateau, what the reason says
     (power(FOUR, 1), N, {}, 40, 1, 39.5, "n = 40: the plateau, 39.5, saves 88% of T(5) (alpha 1)"),
     (power(FIVE, 0.5), N, {}, 79, 0.5, 78.7, "the plateau"),
@@ -71,20 +71,19 @@ FITS = [  # what was measured, N, options: the choice, alpha, the plateau, what 
     # sizes that span too little
     (power((10,), 0.7), N, {}, 10, None, None, SPAN),
     (power((10, 20, 39), 0.7), N, {}, 39, None, None, SPAN),
-    *(([(n, 1.0) for n in sorted({min(n, small) for n in FIVE})], small, {}, small, None, None, SPAN)
-      for small in (1, 2, 3, 4, 5, 7)),
+    *((tiny(n), n, {}, n, None, None, SPAN) for n in (1, 2, 3, 4, 5, 7)),
     # several measurements of a size count by their median
     ([m for n, d in power(FOUR, 1) for m in ((n, d), (n, 40 * d), (n, d / 9))], N, {}, 40, 1, 39.5, "saves 88%"),
     ([(5, 0), (5, 2.0), (5, 3.0), *power((10, 20, 40), 1)], N, {}, 40, 1, 39.5, "saves 88%"),
     # nothing of use
-    ([], 500, {}, 40, None, None, "nothing was measured"),
-    ([], 500, {"max_minibatch_size": 12}, 12, None, None, "nothing was measured"),
-    ([], 9, {}, 4, None, None, "nothing was measured"),
-    ([], 1, {}, 1, None, None, "nothing was measured"),
+    ([], 500, {}, 40, None, None, NOTHING),
+    ([], 500, {"max_minibatch_size": 12}, 12, None, None, NOTHING),
+    ([], 9, {}, 4, None, None, NOTHING),
+    ([], 1, {}, 1, None, None, NOTHING),
     ([(5, 0.0), *power((10, 20, 40, 80), 1)], N, {}, 79, 1, 79.1, "(0 seconds, left out: [5])"),
-    ([(n, 0.0) for n in FIVE], N, {}, 5, None, None, "every measured size took 0 seconds"),
-    ([(n, 0.0) for n in FIVE], N, {"max_minibatch_size": 3}, 3, None, None, "every measured size took 0 seconds"),
-]  # fmt: skip
+    ([(n, 0.0) for n in FIVE], N, {}, 5, None, None, ZEROS),
+    ([(n, 0.0) for n in FIVE], N, {"max_minibatch_size": 3}, 3, None, None, ZEROS),
+]
 
 
 @pytest.mark.parametrize(("measured", "num_examples", "options", "choice", "alpha", "plateau", "says"), FITS)
@@ -100,17 +99,13 @@ def test_the_choice_and_why(measured, num_examples, options, choice, alpha, plat
         assert fit.plateau == pytest.approx(first * (1 / options.get("threshold", 0.016)) ** (1 / (1 + fit.alpha)))
 
 
-def test_the_plateau_is_where_the_slope_falls_to_the_threshold():
+def test_the_fit_is_least_squares_on_logarithms_and_the_plateau_is_where_the_slope_falls_to_the_threshold():
     """The closed form with A cancelled equals the paper's (alpha A / tau)^(1/(alpha+1))."""
-    fit = PowerLawBatchSize(threshold=0.05).fit(steps_for({5: 90, 10: 60, 20: 35, 40: 25}), N)
+    slope, intercept = np.polyfit(np.log(list(TABLE_1)), np.log(list(TABLE_1.values())), 1)
+    fit = PowerLawBatchSize(threshold=0.05).fit(steps_for(TABLE_1), N)
+    assert (fit.alpha, fit.A) == (pytest.approx(-slope), pytest.approx(math.exp(intercept)))
     tau = 0.05 * fit.alpha * fit.A * 5 ** -(fit.alpha + 1)
     assert fit.plateau == pytest.approx((fit.alpha * fit.A / tau) ** (1 / (fit.alpha + 1)))
-
-
-def test_the_fit_is_least_squares_on_logarithms():
-    slope, intercept = np.polyfit(np.log(list(TABLE_1)), np.log(list(TABLE_1.values())), 1)
-    fit = PowerLawBatchSize().fit(steps_for(TABLE_1), N)
-    assert (fit.alpha, fit.A) == (pytest.approx(-slope), pytest.approx(math.exp(intercept)))
 
 
 def test_the_times_are_those_of_the_curve_where_the_plateau_decides_and_else_the_measured_ones():
@@ -124,30 +119,6 @@ def test_the_times_are_those_of_the_curve_where_the_plateau_decides_and_else_the
     assert (fit.epoch_seconds, fit.first_epoch_seconds) == (None, pytest.approx(200))
     with pytest.raises(FrozenInstanceError):
         fit.choice = 1
-
-
-@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0, -1e-12])
-def test_impossible_seconds_are_refused_by_name(seconds):
-    with pytest.raises(ValueError, match=r"measurement 2, \(20, .*\): seconds must be finite and not negative"):
-        PowerLawBatchSize().fit([(5, 1.0), (10, 1.0), (20, seconds)], N)
-
-
-@pytest.mark.parametrize(
-    ("measurement", "error", "message"),
-    [
-        ((20, "1 s"), TypeError, "measurement 1, .*: seconds must be a number"),
-        ((20, None), TypeError, "measurement 1, .*: seconds must be a number"),
-        ((20, True), TypeError, "measurement 1, .*: seconds must be a number"),
-        ((20.0, 1.0), TypeError, "measurement 1, .*: the size must be an int .*, got 20.0"),
-        ((True, 1.0), TypeError, "measurement 1, .*: the size must be an int .*, got True"),
-        ((0, 1.0), ValueError, "measurement 1, .*: the size must be at least 1, got 0"),
-        ((20, 1.0, 2.0), TypeError, "measurement 1, .*: expected a .* pair"),
-        (20, TypeError, "measurement 1, 20: expected a .* pair"),
-    ],
-)
-def test_malformed_measurements_are_refused_by_name(measurement, error, message):
-    with pytest.raises(error, match=message):
-        PowerLawBatchSize().fit([(5, 1.0), measurement], N)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.868])
@@ -235,28 +206,46 @@ def test_defaults():
         law.threshold = 1
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"candidates": ()}, ValueError, "at least one size, got none"),
-        ({"candidates": 40}, TypeError, "sequence of ints, got 40"),
-        ({"candidates": "5"}, TypeError, "each of candidates must be an int .*, got '5'"),
-        ({"candidates": (5, 10.0)}, TypeError, "each of candidates must be an int .*, got 10.0"),
-        ({"candidates": (5, True)}, TypeError, "each of candidates must be an int .*, got True"),
-        ({"candidates": (0, 5)}, ValueError, "each of candidates must be at least 1, got 0"),
-        ({"threshold": "1.6%"}, TypeError, "threshold must be a number, got '1.6%'"),
-        ({"threshold": True}, TypeError, "threshold must be a number, got True"),
-        ({"threshold": 0}, ValueError, "over 0 and at most 1, got 0"),
-        ({"threshold": 1.6}, ValueError, "over 0 and at most 1, got 1.6"),
-        ({"threshold": math.nan}, ValueError, "over 0 and at most 1, got nan"),
-        ({"max_minibatch_size": 0}, ValueError, "max_minibatch_size must be at least 1, got 0"),
-        ({"max_minibatch_size": None}, TypeError, "max_minibatch_size must be an int .*, got None"),
-        ({"clock": 0.0}, TypeError, "clock must be a callable that returns seconds, got 0.0"),
-    ],
-)
-def test_options_are_validated(options, error, message):
+def fitting(measurement):
+    return lambda: PowerLawBatchSize().fit([(5, 1.0), measurement], N)
+
+
+FINITE = r"measurement 1, \(20, .*\): seconds must be finite and not negative"
+BAD_OPTIONS = [
+    ("candidates", (), ValueError, "hold at least one size, got none"),
+    ("candidates", 40, TypeError, "be a sequence of ints, got 40"),
+    ("each of candidates", "5", TypeError, "be an int .*, got '5'"),
+    ("each of candidates", (5, 10.0), TypeError, "be an int .*, got 10.0"),
+    ("each of candidates", (5, True), TypeError, "be an int .*, got True"),
+    ("each of candidates", (0, 5), ValueError, "be at least 1, got 0"),
+    ("threshold", "1.6%", TypeError, "be a number, got '1.6%'"),
+    ("threshold", True, TypeError, "be a number, got True"),
+    ("threshold", 0, ValueError, "be over 0 and at most 1, got 0"),
+    ("threshold", 1.6, ValueError, "be over 0 and at most 1, got 1.6"),
+    ("threshold", math.nan, ValueError, "be over 0 and at most 1, got nan"),
+    ("max_minibatch_size", 0, ValueError, "be at least 1, got 0"),
+    ("max_minibatch_size", None, TypeError, "be an int .*, got None"),
+    ("clock", 0.0, TypeError, "be a callable that returns seconds, got 0.0"),
+]
+REFUSED = [
+    *((partial(PowerLawBatchSize, **{n.split()[-1]: value}), e, f"{n} must {m}") for n, value, e, m in BAD_OPTIONS),
+    *((fitting((20, seconds)), ValueError, FINITE) for seconds in (math.nan, math.inf, -math.inf, -1.0, -1e-12)),
+    *((fitting((20, other)), TypeError, "measurement 1, .*: seconds must be a num") for other in ("1 s", None, True)),
+    *((fitting((n, 1.0)), TypeError, f"measurement 1, .*: the size must be an int .*, got {n}") for n in (20.0, True)),
+    (fitting((0, 1.0)), ValueError, "measurement 1, .*: the size must be at least 1, got 0"),
+    *((fitting(other), TypeError, "measurement 1, .*: expected a .* pair") for other in ((20, 1.0, 2.0), 20)),
+    (lambda: PowerLawBatchSize().plan(0, 10), ValueError, "num_examples must be at least 1, got 0"),
+    (lambda: PowerLawBatchSize().plan(10, -1), ValueError, "budget_rollouts must be at least 0, got -1"),
+    (lambda: PowerLawBatchSize().plan(10, 10.5), TypeError, "budget_rollouts must be an int .*, got 10.5"),
+    (lambda: PowerLawBatchSize().fit([], 0), ValueError, "num_examples must be at least 1, got 0"),
+    (lambda: PowerLawBatchSize().fit([], "5"), TypeError, "num_examples must be an int .*, got '5'"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_arguments_are_validated(call, error, message):
     with pytest.raises(error, match=message):
-        PowerLawBatchSize(**options)
+        call()
 
 
 def test_the_fit_loads_nothing():
@@ -318,22 +307,6 @@ def test_a_budget_or_trainset_too_small_to_profile_fixes_the_size(num_examples, 
     assert why in plan.reason
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda law: law.plan(0, 10), ValueError, "num_examples must be at least 1, got 0"),
-        (lambda law: law.plan(10, -1), ValueError, "budget_rollouts must be at least 0, got -1"),
-        (lambda law: law.plan(10, 10.5), TypeError, "budget_rollouts must be an int .*, got 10.5"),
-        (lambda law: law.fit([(5, 1.0)], 0), ValueError, "num_examples must be at least 1, got 0"),
-        (lambda law: law.fit([(5, 1.0)], 5.0), TypeError, "num_examples must be an int .*, got 5.0"),
-        (lambda law: law.fit([(5, 1.0)], "5"), TypeError, "num_examples must be an int .*, got '5'"),
-    ],
-)
-def test_arguments_are_validated(call, error, message):
-    with pytest.raises(error, match=message):
-        call(PowerLawBatchSize())
-
-
 @given(st.lists(sizes, min_size=1, max_size=8), st.integers(1, 600), st.integers(0, 6000))
 def test_a_plan_costs_at_most_a_quarter(candidates, num_examples, budget):
     plan = PowerLawBatchSize(candidates, max_minibatch_size=1000).plan(num_examples, budget)
@@ -355,7 +328,7 @@ def test_a_plan_costs_at_most_a_quarter(candidates, num_examples, budget):
 
 
 def controlled(num_examples=N, budget=PLENTY, num_tasks=1, **options):
-    return ControlledSize(PowerLawBatchSize(**options), num_examples, budget, num_tasks)
+    return resolve_sizer(PowerLawBatchSize(**options), num_examples, budget, num_tasks)
 
 
 def fixed_part(n):
@@ -408,7 +381,7 @@ def test_the_limit_wins_and_the_reason_says_so(size):
 
 
 def test_a_replay_goes_on_where_it_was():
-    first, second = ReplayedSizes([5, 9, 2]), ReplayedSizes([5, 9, 2])
+    first, second = (resolve_sizer([5, 9, 2], N, PLENTY, 1) for _ in range(2))
     run(first, 1)
     second.set_state(first.get_state())
     assert second.next_size(PLENTY).n == 9
@@ -484,44 +457,21 @@ def test_profiling_takes_at_most_a_quarter_and_ends(budget, num_examples, num_ta
     assert not decisions[-1].profiling
 
 
-def test_without_a_plan_n_is_fixed_and_the_reason_says_so():
-    for sizer, n in [(controlled(budget=100), 40), (controlled(num_examples=7), 3), (controlled(num_examples=1), 1)]:
-        decisions = run(sizer, 3)
-        assert sizes_of(decisions) == [n] * 3
-        assert not any(decision.profiling for decision in decisions)
-        assert "not profiled" in decisions[0].reason
+limits = st.sampled_from([3, PLENTY, PLENTY])
 
 
-def test_every_step_refines_the_fit():
-    """The machine gets slower with n after profiling: the choice follows."""
-    sizer = controlled()
-    run(sizer, 6)
-    before = sizer.next_size(PLENTY).fit
-    run(sizer, 8, seconds=lambda n: 20.0 * n)
-    after = sizer.next_size(PLENTY).fit
-    assert sum(seconds for _, seconds in after.medians) > sum(seconds for _, seconds in before.medians)
-    assert after.alpha < before.alpha
-
-
-@given(st.lists(st.floats(0.01, 1e4), min_size=30, max_size=30), st.sets(st.integers(0, 29)))
-def test_after_profiling_n_moves_by_at_most_a_factor_of_2(times, invalid):
-    sizer = controlled()
-    seconds = iter(times)
-    decisions = run(sizer, 30, seconds=lambda n: next(seconds), invalid=invalid)
-    for last, decision in itertools.pairwise(decisions):
+@given(st.lists(st.tuples(st.floats(0.01, 1e4), st.booleans(), limits), min_size=30, max_size=30))
+def test_after_profiling_n_moves_by_at_most_a_factor_of_2_and_the_limit_wins(steps):
+    sizer, last = controlled(), 0
+    for seconds, valid, limit in steps:
+        decision = sizer.next_size(limit)
+        sizer.observe(StepTiming(decision.n, 1, seconds, "" if valid else "made to fail"))
         if not decision.profiling:
-            wanted = min(max(decision.fit.choice, (last.n + 1) // 2), 2 * last.n)
-            assert decision.n == wanted
-            assert wanted == decision.fit.choice or "at most a factor of 2" in decision.reason
-
-
-def test_the_limit_wins_over_the_factor_of_2():
-    sizer = controlled()
-    run(sizer, 7)
-    decision = sizer.next_size(limit=3)
-    assert (decision.n, decision.clamped) == (3, True)
-    sizer.observe(StepTiming(3, 1, 1.0, "the budget cut it short"))
-    assert sizer.next_size(PLENTY).n == 6
+            wanted = min(max(decision.fit.choice, (last + 1) // 2), 2 * last) if last else decision.fit.choice
+            assert decision.n == min(wanted, limit)
+            assert decision.clamped == (wanted > limit)
+            assert decision.n in (decision.fit.choice, limit) or "at most a factor of 2" in decision.reason
+        last = decision.n
 
 
 @given(st.integers(0, 12), st.sets(st.integers(0, 11), max_size=4))
@@ -529,13 +479,10 @@ def test_a_controller_with_the_state_of_another_decides_as_it_would(steps, inval
     whole, first, second = controlled(), controlled(), controlled()
     run(first, steps, invalid=invalid)
     run(whole, steps, invalid=invalid)
-    state = json.dumps(first.get_state())
-    second.set_state(first.get_state())
+    state = first.get_state()
+    before = json.dumps(state)
+    second.set_state(state)
     later = {index - steps for index in invalid}
     assert run(second, 12, invalid=later) == run(whole, 12, invalid=later)
-    assert json.dumps(first.get_state()) == state, "the state is a snapshot"
-
-
-def test_two_proposals_a_step_halve_what_profiling_can_afford():
-    assert 80 in controlled(budget=4 * 320).plan.sizes
-    assert controlled(budget=4 * 320, num_tasks=2).plan.num_rollouts * 2 <= 320
+    run(first, 3)
+    assert json.dumps(state) == before, "the state is a snapshot"

@@ -585,11 +585,8 @@ def test_one_record_for_each_rollout_that_reached_the_component(caplog):
     made = maker.records(rollouts, ["solve", "other", "nobody"])
     sources = {name: [record.source for record in some] for name, some in made.items()}
     assert sources == {"solve": [0, 3], "other": [0, 1], "nobody": []}
-    shown = {
-        "Inputs": {"question": "q0"},
-        "Generated Outputs": {"answer": "a0"},
-        "Feedback": "solve: 2 calls, want gold",
-    }
+    feedback = "solve: 2 calls, want gold"
+    shown = {"Inputs": {"question": "q0"}, "Generated Outputs": {"answer": "a0"}, "Feedback": feedback}
     assert made["solve"][0] == shown
     assert list(made["solve"][0]) == list(shown)
     assert maker.take_feedback_calls()[0] == 4
@@ -652,9 +649,7 @@ def test_metric_that_disagrees_with_itself_is_warned_of_once_and_the_score_stand
     assert "warn_on_score_mismatch=False" in record.getMessage()
 
 
-@pytest.mark.parametrize(
-    "result", [None, math.nan, "great", LookupError("no such word"), asyncio.CancelledError("x")], ids=repr
-)
+@pytest.mark.parametrize("result", [None, math.nan, "great", LookupError("no such word"), asyncio.CancelledError("x")])
 def test_metric_that_fails_at_feedback_time_is_warned_of_once(result, caplog):
     def metric(gold, *given):
         if gold.question not in ("q1", "q2"):
@@ -677,44 +672,16 @@ def test_provider_error_of_a_judge_stops_the_run(error):
         run(solver(), examples(2), metric=raising(error))
 
 
-UNPARSED = FailedPrediction("gibberish")
+UNPARSED, FAILED = FailedPrediction("gibberish"), "The program failed on this example: "
 
 
 @pytest.mark.parametrize(
     ("steps", "error", "outputs", "feedback", "num_earlier", "kept"),
     [
-        (
-            [call()],
-            "KeyError: 'city'",
-            {"answer": "a0"},
-            "The program failed on this example: KeyError: 'city'",
-            0,
-            True,
-        ),
-        (
-            [step({}, None)],
-            "Lost: x",
-            "None: the call did not end.",
-            "The program failed on this example: Lost: x",
-            0,
-            True,
-        ),
-        (
-            [call(), step({}, UNPARSED)],
-            "x",
-            "```\ngibberish\n```",
-            "Your output failed to parse. Follow this str",
-            1,
-            False,
-        ),
-        (
-            [call(), step({}, UNPARSED, "other")],
-            "x",
-            {"answer": "a0"},
-            "The program failed on this example: x",
-            0,
-            False,
-        ),
+        ([call()], "KeyError: x", {"answer": "a0"}, f"{FAILED}KeyError: x", 0, True),
+        ([step({}, None)], "Lost: x", "None: the call did not end.", f"{FAILED}Lost: x", 0, True),
+        ([call(), step({}, UNPARSED)], "x", "```\ngibberish\n```", "Your output failed to parse. Follow th", 1, False),
+        ([call(), step({}, UNPARSED, "other")], "x", {"answer": "a0"}, f"{FAILED}x", 0, False),
     ],
     ids=["raised", "call raised", "unparsed", "other unparsed"],
 )
@@ -753,10 +720,8 @@ def history(*messages):
 
 def conversation(turns):
     said = [{"question": f"question {turn}", "answer": f"answer {turn}"} for turn in range(turns)]
-    return [
-        step({"question": m["question"], "history": history(*said[:i])}, {"answer": m["answer"]})
-        for i, m in enumerate(said)
-    ]
+    asked = [{"question": one["question"], "history": history(*said[:i])} for i, one in enumerate(said)]
+    return [step(inputs, {"answer": one["answer"]}) for inputs, one in zip(asked, said, strict=True)]
 
 
 def history_in_place(turns):
@@ -770,6 +735,7 @@ def history_in_place(turns):
 LINES = ["Thought: start"] + [line for turn in range(4) for line in (f"Thought: turn {turn}", "Seen: it")]
 EVENTS = [event for turn in range(4) for event in ({"action": f"go {turn}", "seen": "it"}, "a remark")]
 FINAL = step({"topic": "t", "draft": "draft 1", "critique": "too long"}, {"draft": "draft 2"})
+FORGETFUL = step({"question": "x", "history": history({"question": "question 0", "answer": "edited"})}, {})
 ONES = {"array": np.ones(3), "text": "ab"}
 
 
@@ -782,13 +748,7 @@ ONES = {"array": np.ones(3), "text": "ab"}
         *((drafts(critique), 1) for critique in ("too long", "draft 1 is too long", "critique of draft 1")),
         ([step({"topic": "t"}, {"draft": "draft 1"}), FINAL], 1),
         ([step({"topic": "t", "draft": "", "critique": ""}, {"draft": "draft 1"}), FINAL], 1),
-        (
-            [
-                *conversation(1),
-                step({"question": "x", "history": history({"question": "question 0", "answer": "edited"})}, {}),
-            ],
-            1,
-        ),
+        ([*conversation(1), FORGETFUL], 1),
         ([step({"array": np.zeros(3), "text": "a"}, {"answer": "x"}), step(ONES, {"answer": "y"})], 1),
         # A transcript that grows is shown once.
         (list(agent_steps(5)), 0),
