@@ -168,22 +168,12 @@ def test_where_no_step_fits_it_behaves_as_dspy_gepa_and_warns_with_the_numbers(n
 # --- four budgets ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "budgets",
-    [
-        {},
-        {"num_epochs": 1, "max_metric_calls": 50},
-        {"num_epochs": 1, "auto": "light"},
-        {"num_epochs": 1, "max_full_evals": 2},
-        {"auto": "light", "max_metric_calls": 50, "num_epochs": 1, "max_full_evals": 2},
-    ],
-    ids=str,
-)
-def test_exactly_one_budget_and_the_message_names_all_four(budgets):
+@pytest.mark.parametrize("other", [{"auto": "light"}, {"max_full_evals": 2}, {"max_metric_calls": 50}], ids=str)
+def test_num_epochs_is_one_of_four_budgets_and_the_message_names_all(other):
     with pytest.raises(AssertionError) as caught:
-        CombeeOptimizer(metric, reflection_lm=learning_lm(), **budgets)
+        CombeeOptimizer(metric, reflection_lm=learning_lm(), num_epochs=1, **other)
     for name in ("auto", "max_full_evals", "max_metric_calls", "num_epochs"):
-        assert f"{name}={budgets.get(name)}" in str(caught.value)
+        assert f"{name}={({'num_epochs': 1} | other).get(name)}" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["num_epochs", "max_reflection_cost"])

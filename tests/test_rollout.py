@@ -290,43 +290,6 @@ def test_timed_out_rollout_keeps_its_calls_and_is_not_scored(inside):
     assert scored == []
 
 
-class Callback(dspy.utils.callback.BaseCallback):
-    def __init__(self) -> None:
-        self.started: list[str] = []
-
-    def on_module_start(self, call_id, instance, inputs):
-        self.started.append(type(instance).__name__)
-
-    def on_lm_start(self, call_id, instance, inputs):
-        self.started.append("LM")
-
-
-@pytest.mark.parametrize("num_threads", [1, 16])
-def test_callbacks_and_usage_tracking_of_the_caller_hold_inside(num_threads):
-    callback, program = Callback(), dspy.ChainOfThought("question -> answer")
-    with dspy.context(callbacks=[callback], track_usage=True):
-        rollouts = run(program, examples(32), num_threads=num_threads)
-    assert sorted(callback.started) == ["ChainOfThought"] * 32 + ["LM"] * 32 + ["Predict"] * 32
-    for rollout in rollouts:
-        (usage,) = rollout.prediction.get_lm_usage().values()
-        assert usage["prompt_tokens"] == rollout.usage.input_tokens > 0
-        assert rollout.usage.calls == 1
-    with dspy.track_usage() as tracker:
-        rollouts = run(program, examples(32), num_threads=num_threads)
-    (usage,) = tracker.get_total_tokens().values()
-    assert usage["prompt_tokens"] == sum(rollout.usage.input_tokens for rollout in rollouts)
-
-
-def test_several_programs_are_one_map():
-    programs = [dspy.Predict(dspy.Signature("question -> answer", f"version {i}")) for i in range(3)]
-    stage = MapStage(ProgramCopier(programs[0]), Scorer(one), ThreadExecutor(16))
-    with dspy.context(lm=echo()):
-        rollouts = stage.run([(program, examples(8)) for program in programs])
-    versions = [rollout.trace[0].predictor.signature.instructions for rollout in rollouts]
-    assert versions == [f"version {i}" for i in range(3) for _ in range(8)]
-    assert [rollout.index for rollout in rollouts] == [*range(8)] * 3
-
-
 # Copies -------------------------------------------------------------------------------------------------------
 
 

@@ -129,13 +129,6 @@ def test_a_sampler_with_the_state_of_another_draws_what_it_would(num_examples, s
     assert draw(second, num_examples, len(sizes) - broken_after, start=broken_after) == whole[broken_after:]
 
 
-def test_a_resumed_run_may_change_the_kind_of_its_size():
-    first, second = sampler(10, 3), sampler(10, [4, 2])
-    draw(first, 10, 2)
-    second.set_state(first.get_state())
-    assert [len(batch) for batch in draw(second, 10, 2, start=2)] == [4, 2]
-
-
 def test_examples_may_come_and_go_but_for_the_last():
     drawer = sampler(10, 4)
     draw(drawer, 10, 2)
@@ -270,17 +263,7 @@ def test_the_draw_of_a_parent_depends_on_seed_step_and_call_alone():
 
 @pytest.mark.parametrize("name", ["pareto", "current_best", "epsilon_greedy", "top_k_pareto"])
 def test_selectors_by_name_are_seeded_by_step(name):
-    pool = SimpleNamespace(
-        i=0,
-        program_full_scores_val_set=[0.2, 0.9],
-        program_candidates=[{}, {}],
-        per_program_tracked_scores=[0.2, 0.9],
-        get_pareto_front_mapping=lambda: {0: {1}},
-        program_at_pareto_front_valset={0: {1}},
-    )
-    selector = resolve_selector(name, 0)
-    assert isinstance(selector, StepSeededSelector)
-    assert selector.select_candidate_idx(pool) in (0, 1)
+    assert isinstance(resolve_selector(name, 0), StepSeededSelector)
 
 
 @pytest.mark.parametrize("strategy", ["unheard of", Anyone()])
