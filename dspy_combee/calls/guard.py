@@ -15,7 +15,10 @@ Result = TypeVar("Result", covariant=True)
 
 
 class GuardedCalls(Protocol[Item, Result]):
-    """Make one call for an item, and say what stands in its place where it is late or refused."""
+    """Make one call for an item, and say what stands in its place where it is late or refused.
+
+    Subclass it to get the defaults, which raise.
+    """
 
     def __call__(self, item: Item, /) -> Result:
         """Make the call."""
@@ -23,11 +26,11 @@ class GuardedCalls(Protocol[Item, Result]):
 
     def late(self, item: Item, seconds: float, /) -> Result:
         """Return the result of a call that took longer than `seconds`, or raise `TimeoutError`."""
-        ...
+        raise TimeoutError(late_reason(seconds))
 
     def refused(self, item: Item, error: OutOfBudgetError, /) -> Result:
         """Return the result of a call that is not made because the money is spent, or raise `error`."""
-        ...
+        raise error
 
 
 class CallGuard:

@@ -22,7 +22,7 @@ from dspy.utils.exceptions import LMError
 
 from dspy_combee.calls.provider_errors import is_refusal, may_pass
 from dspy_combee.records.errors import ProviderError
-from dspy_combee.records.secrets import shorten
+from dspy_combee.records.secrets import hide_own_secrets, shorten
 from dspy_combee.records.text import repair
 from dspy_combee.records.types import Usage
 
@@ -135,8 +135,8 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
     return LMCallResult(
         value=value,
         error=error,
-        prompt=_render_messages(last),
-        raw_output="\n".join(_texts(last)),
+        prompt=hide_own_secrets(_render_messages(last)),
+        raw_output=hide_own_secrets("\n".join(_texts(last))),
         seconds=time.perf_counter() - started,
         usage=usage_of(history) + Usage(calls=unrecorded),
     )
@@ -240,7 +240,7 @@ def _check_text(text: Any, json_fields: Sequence[str]) -> str:
         raise UnusableReplyError(f"expected a text, got {type(text).__name__}")
     if not (json_fields and text.strip()):  # As a field of a JSON object, a think tag is a text like any other.
         check_reply(text)
-    return repair(text.strip())
+    return str(hide_own_secrets(repair(text.strip())))
 
 
 def _check_replies(history: Sequence[Mapping[str, Any]], json_fields: Sequence[str] | Mapping[str, type]) -> None:
@@ -335,7 +335,7 @@ class StrictJSONAdapter(JSONAdapter):
 
     def parse(self, signature: Any, completion: str) -> dict[str, Any]:
         """The output fields of a reply."""
-        part = json_part(completion, tuple(signature.output_fields))
+        part = json_part(hide_own_secrets(completion), tuple(signature.output_fields))
         fields = super().parse(signature, part)
         return {name: repair(value) if isinstance(value, str) else value for name, value in fields.items()}
 

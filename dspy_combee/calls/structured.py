@@ -11,6 +11,7 @@ from pydantic import BaseModel, ModelWrapValidatorHandler, PrivateAttr, model_va
 
 from dspy_combee.calls.lm_calls import LMCallResult, StrictJSONAdapter, UsageMeter, call_lm
 from dspy_combee.records.errors import ProviderError
+from dspy_combee.records.secrets import hide_own_secrets
 from dspy_combee.records.types import Usage
 
 
@@ -60,7 +61,7 @@ def ask(
         ProviderError: As in `call_lm`.
     """
     try:
-        result = call_lm(_Ask(predictor, inputs), lm, types)
+        result = call_lm(_Ask(predictor, hide_own_secrets(dict(inputs))), lm, types)
     except ProviderError as error:
         meter.add(error.usage or Usage())
         raise

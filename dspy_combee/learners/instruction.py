@@ -34,7 +34,7 @@ from dspy_combee.records.secrets import hide_own_secrets
 from dspy_combee.records.text import as_data, as_text, estimate_tokens, text_of
 from dspy_combee.records.types import ProposalNode, Reduction, Rollout, Usage
 from dspy_combee.reduce import resolve_aggregator
-from dspy_combee.reduce.tree import Aggregator, NodeCall, ReductionTask, reduce_tasks
+from dspy_combee.reduce.tree import Aggregator, NodeCall, NodeCalls, ReductionTask, reduce_tasks
 from dspy_combee.rollouts.feedback import RecordMaker
 from dspy_combee.rollouts.map import ProgramCopier
 from dspy_combee.traces import Trace
@@ -80,7 +80,7 @@ class SummarizeRecord(dspy.Signature):  # type: ignore[metaclass]
     summary: str = dspy.OutputField(desc="The summary.")
 
 
-class InstructionCalls:
+class InstructionCalls(NodeCalls):
     """Make the calls of a tree of instructions: `base` reads records, the merge signature reads proposals.
 
     Args:
@@ -115,7 +115,7 @@ class InstructionCalls:
             self.base = copy.copy(base)
             self.base.adapter = self.adapter
 
-    def __call__(self, node_call: NodeCall) -> ProposalNode:
+    def __call__(self, node_call: NodeCall, /) -> ProposalNode:
         """Make one call.
 
         Raises:
@@ -137,14 +137,10 @@ class InstructionCalls:
             self._warn_of_unmetered_calls()
         return to_node(node_call, result)
 
-    def late(self, node_call: NodeCall, seconds: float) -> ProposalNode:
+    def late(self, node_call: NodeCall, seconds: float, /) -> ProposalNode:
         """Return the node of a call that took longer than `seconds`: a failed one."""
         reason = late_reason(seconds)
         return ProposalNode(node_call.id, node_call.task.component, node_call.inputs, seconds=seconds, error=reason)
-
-    def refused(self, node_call: NodeCall, error: OutOfBudgetError) -> ProposalNode:
-        """Raise `error`: without its calls a step proposes nothing."""
-        raise error
 
     def _warn_of_unmetered_calls(self) -> None:
         if not self.guard.warned_of_unmetered_calls:

@@ -9,11 +9,10 @@ from typing import Any, Literal
 import dspy
 from pydantic import Field
 
-from dspy_combee.calls.guard import late_reason
+from dspy_combee.calls.guard import GuardedCalls, late_reason
 from dspy_combee.calls.lm_calls import UsageMeter
 from dspy_combee.calls.structured import AsGiven, ask
 from dspy_combee.playbook.records import LESSON_FIELDS, Reflection
-from dspy_combee.records.errors import OutOfBudgetError
 from dspy_combee.records.text import as_data, as_text, repair
 
 
@@ -103,7 +102,7 @@ class ReflectionJob:
     """The example's labels; None for reflection without ground truth."""
 
 
-class Reflector:
+class Reflector(GuardedCalls[ReflectionJob, Reflection]):
     """Make reflections on rollouts, or on collected traces.
 
     Args:
@@ -118,7 +117,7 @@ class Reflector:
         self._plain = dspy.Predict(ReflectOnTrace if on_traces else ReflectOnRollout)
         self._with_answer = dspy.Predict(ReflectWithAnswer)
 
-    def __call__(self, job: ReflectionJob) -> Reflection:
+    def __call__(self, job: ReflectionJob, /) -> Reflection:
         """Make one reflection; a call that fails, or teaches nothing, gives one that says so."""
         inputs = {
             "instruction": as_text(job.instruction),
@@ -138,13 +137,9 @@ class Reflector:
         teaches = lesson["correct_approach"] or lesson["key_insight"]
         return replace(made, lesson=lesson, tags=tags, error=None if teaches else "it teaches nothing")
 
-    def late(self, job: ReflectionJob, seconds: float) -> Reflection:
+    def late(self, job: ReflectionJob, seconds: float, /) -> Reflection:
         """Return the reflection of a call that took longer than `seconds`."""
         return Reflection(job.id, job.predictor, job.source, {}, error=late_reason(seconds), seconds=seconds)
-
-    def refused(self, job: ReflectionJob, error: OutOfBudgetError) -> Reflection:
-        """Raise `error`: what is not reflected on teaches nothing."""
-        raise error
 
 
 def curator_record(reflection: Reflection) -> dict[str, str]:

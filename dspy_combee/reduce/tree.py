@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from dspy_combee.calls.executors import Executor
-from dspy_combee.calls.guard import CallGuard, late_reason
+from dspy_combee.calls.guard import CallGuard, GuardedCalls
 from dspy_combee.records.checks import check_int
 from dspy_combee.records.errors import OutOfBudgetError
 from dspy_combee.records.text import cut_to_fit, estimate_tokens
@@ -144,20 +144,8 @@ def reduce_in_waves(plans: Sequence[Plan], call: CallFunction, executor: Executo
     return [reductions[index] for index in range(len(plans))]
 
 
-class NodeCalls(Protocol):
-    """Make the calls of a tree, and say what stands in the place of one that is late or refused."""
-
-    def __call__(self, node_call: NodeCall, /) -> ProposalNode:
-        """Make one call; a call that fails gives a node that says why."""
-        ...
-
-    def late(self, node_call: NodeCall, seconds: float) -> ProposalNode:
-        """Return the node of a call that took longer than `seconds`."""
-        ...
-
-    def refused(self, node_call: NodeCall, error: OutOfBudgetError) -> ProposalNode:
-        """Return the node of a call that is not made because the money is spent, or raise `error`."""
-        ...
+class NodeCalls(GuardedCalls[NodeCall, ProposalNode], Protocol):
+    """Make the calls of a tree; a call that fails gives a node that says why."""
 
 
 class _TreeExecutor(Executor):
@@ -188,24 +176,20 @@ class _TreeExecutor(Executor):
 
 
 @dataclass(frozen=True)
-class _AggregatorCalls:
+class _AggregatorCalls(GuardedCalls[Any, Any]):
     """Call what the aggregator asked for: the run's own calls, or a function that it put around them."""
 
     function: Callable[[Any], Any]
     calls: NodeCalls
 
-    def __call__(self, item: Any) -> Any:
+    def __call__(self, item: Any, /) -> Any:
         return self.function(item)
 
-    def late(self, item: Any, seconds: float) -> Any:
-        if isinstance(item, NodeCall):
-            return self.calls.late(item, seconds)
-        raise TimeoutError(late_reason(seconds))
+    def late(self, item: Any, seconds: float, /) -> Any:
+        return self.calls.late(item, seconds) if isinstance(item, NodeCall) else super().late(item, seconds)
 
-    def refused(self, item: Any, error: OutOfBudgetError) -> Any:
-        if isinstance(item, NodeCall):
-            return self.calls.refused(item, error)
-        raise error
+    def refused(self, item: Any, error: OutOfBudgetError, /) -> Any:
+        return self.calls.refused(item, error) if isinstance(item, NodeCall) else super().refused(item, error)
 
 
 def reduce_tasks(

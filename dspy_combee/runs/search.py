@@ -22,7 +22,7 @@ from gepa.gepa_utils import json_default
 from gepa.proposer.reflective_mutation.reflection_lm import ReflectionProposal
 from gepa.strategies.eval_policy import EvaluationPolicy, FullEvaluationPolicy
 
-from dspy_combee.calls.guard import late_reason
+from dspy_combee.calls.guard import GuardedCalls
 from dspy_combee.calls.lm_calls import audible, hearing, usage_of
 from dspy_combee.controller.batch_size import resolve_sizer
 from dspy_combee.controller.sampling import Budget, BudgetedSampling, EpochSampler, resolve_selector, tasks_per_step
@@ -373,13 +373,13 @@ def _completed(error: Exception, jobs: Sequence[Job], made: list[list[Reduction]
     return made
 
 
-class _CodeCalls:
+class _CodeCalls(GuardedCalls[Job, dict[str, str]]):
     """Ask the code proposer of `dspy.Flex` components for new source."""
 
     def __init__(self, adapter: CombeeAdapter) -> None:
         self.adapter = adapter
 
-    def __call__(self, job: Job) -> dict[str, str]:
+    def __call__(self, job: Job, /) -> dict[str, str]:
         heard: list[Mapping[str, Any]] = []
         try:
             with dspy.context(**audible()), hearing(heard):
@@ -389,12 +389,6 @@ class _CodeCalls:
             raise
         finally:
             self.adapter.scope.guard.meter.add(usage_of(heard))
-
-    def late(self, job: Job, seconds: float) -> dict[str, str]:
-        raise TimeoutError(late_reason(seconds))
-
-    def refused(self, job: Job, error: OutOfBudgetError) -> dict[str, str]:
-        raise error
 
 
 def search_budget(
