@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import html
+import json
 import re
 import sys
 from dataclasses import replace
@@ -221,6 +222,7 @@ def test_the_report_of_a_run_from_its_result_and_from_its_folder(tmp_path, capsy
         ("", b"", "holds no steps yet"),
         ("", b'{"a": 1}\n{"b": 2}\n', "steps.jsonl:1 is no step record"),
         ("", b"\xff\xfe\n\n", "steps.jsonl:1 is no step record"),
+        ("", json.dumps({**FIRST.to_dict(), "scores_before": ["a"]}).encode() + b"\n", "steps.jsonl"),
     ],
 )
 def test_the_command_says_in_one_line_what_is_wrong(name, content, message, tmp_path, capsys):

@@ -1,8 +1,7 @@
 """The curator's calls: from the reflections of a group to deltas, and from several lists of deltas to one.
 
-They are the calls of the Reduce tree (paper, section 3.1; ACE's role of that name). A merge call is shown only deltas
-that get in each other's way. Items of a reply that are not valid are refused one by one, with the
-reason; they do not spoil the others.
+They are the calls of the Reduce tree (paper, section 3.1; the curator is one of ACE's roles). A merge call is shown
+related deltas only. Items of a reply that are not valid are refused one by one, with the reason; the others stand.
 """
 
 from __future__ import annotations
@@ -119,13 +118,13 @@ class MergeDeltas(dspy.Signature):  # type: ignore[metaclass]
 
 
 class CuratorCalls:
-    """Make the calls of the Reduce tree: a group's reflections to deltas, several lists of deltas to one.
+    """Make the calls of the Reduce tree: from a group's reflections to deltas, and from lists of deltas to one list.
 
-    For an aggregator that asks for summaries, it makes those too: one reflection to a shorter one with the same id.
+    For an aggregator that asks for summaries, shorten a reflection to a summary with the same id.
 
     Args:
         lm: The reflection LM.
-        meter: Takes what the calls used.
+        meter: Adds up the usage of the calls.
         playbooks: The frozen playbooks, by component.
         near_duplicates: Decides which ADDs are united without a call.
     """
@@ -146,19 +145,19 @@ class CuratorCalls:
         self._summary = dspy.Predict(SummarizeReflection)
 
     def __call__(self, node_call: NodeCall) -> ProposalNode:
-        """Make one call; it never raises for a failed one."""
+        """Make one call; the node of a failed one says why."""
         make = {"propose": self._propose, "merge": self._unite, "summarize": self._summarize}[node_call.kind]
         return make(node_call)
 
     def late(self, node_call: NodeCall, seconds: float) -> ProposalNode:
-        """Return the node of a call that took longer than `seconds`; of a merge, the deltas united without it."""
+        """Return the node of a call that took longer than `seconds`; a merge unites the deltas without the call."""
         return replace(self._without_call(node_call, late_reason(seconds)), seconds=seconds)
 
     def refused(self, node_call: NodeCall, error: OutOfBudgetError) -> ProposalNode:
-        """Return, when the money is spent, the node of a merge: the deltas united without a call.
+        """Return the node of a merge for which no money is left: the deltas united without a call.
 
         Raises:
-            OutOfBudgetError: The error given, where the call is no merge.
+            OutOfBudgetError: If the call is not a merge; this is the error that was given.
         """
         if node_call.kind != "merge":
             raise error
@@ -211,9 +210,9 @@ class CuratorCalls:
 def merge_rival_updates(
     tasks: Sequence[ReductionTask], reductions: Sequence[Reduction], calls: CuratorCalls, guard: CallGuard
 ) -> list[Reduction]:
-    """Return the reductions, after a merge call for each that no merge has seen and whose UPDATEs of a bullet differ.
+    """Make a merge call for each reduction that has different UPDATEs of one bullet and that no merge call has seen.
 
-    Such a reduction is a single curator's reply, or several equal ones.
+    Such a reduction is the reply of a single curator, or several equal replies.
     """
     made = list(reductions)
     asked: dict[int, NodeCall] = {}
@@ -238,10 +237,10 @@ def read_operations(
     Args:
         given: The items of its reply.
         playbook: The playbook that they are for.
-        known: The ids of the reflections that it read. Where it read one alone, every operation comes from that.
+        known: The ids of the reflections that it read. If it read only one, every operation comes from that one.
 
     Returns:
-        The deltas that are valid, and what is not: operations, and ids of reflections that it did not read.
+        The valid deltas, and what is not valid: operations, and ids of reflections that it did not read.
     """
     bullets = {bullet.id: bullet for bullet in playbook}
     deltas: list[Delta] = []

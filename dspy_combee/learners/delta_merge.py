@@ -1,10 +1,10 @@
-"""Several lists of deltas made one: what needs no language model, and what a language model may decide.
+"""Merging several lists of deltas: what needs no language model, and what a language model may decide.
 
-Equal deltas and near-identical ADDs are united, their reflection ids joined. What is left is a matter for the merge
-call only where deltas are *related*: ADDs that resemble each other, UPDATEs of one bullet with different contents,
-a MERGE that another delta gets in the way of. The reply can say that an ADD is covered, by a bullet or by another
-ADD that it names; that UPDATEs are combined; that one side of a conflict is dropped. Whatever it does not mention
-stays, and what it says of names that nobody knows is refused: forgetting something cannot lose it.
+Equal deltas and near-identical ADDs are united, and their reflection ids joined. Of the rest, a merge call is asked
+only about deltas that are *related*: ADDs that resemble each other, UPDATEs of one bullet with different contents, a
+MERGE that conflicts with another delta. The reply can say that an ADD is covered, by a bullet or by another ADD that it
+names; that UPDATEs are combined; that one side of a conflict is dropped. Whatever it does not mention stays, and
+decisions about unknown names are refused: an omission in the reply cannot lose a lesson.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dspy_combee.playbook.deltas import Delta, identity, touched_ids
 from dspy_combee.playbook.pruning import PUNCTUATION, NearDuplicates, fold, telling_words
 
 RELATED = 0.5
-"""ADDs whose words have at least this Jaccard similarity may say the same, and are asked about, unless each has a
-telling word (a number, a negation, a symbol; see `playbook.pruning`) that the other lacks: two lessons."""
+"""The least Jaccard similarity of the words of two ADDs that a merge call is asked about. It is not asked where each
+has a telling word (a number, a negation, a symbol; see `playbook.pruning`) that the other lacks: two lessons."""
 
 
 class Relation(NamedTuple):
-    """Hold the places in a list of deltas that have to do with each other."""
+    """Hold the places of deltas in a list that have to do with each other."""
 
     kind: str
     """`"similar additions"`, `"updates of one bullet"` or `"operations on the same bullets"`."""
@@ -33,9 +33,9 @@ class Relation(NamedTuple):
 
 
 def unite_deltas(deltas: Sequence[Delta], near_duplicates: NearDuplicates) -> list[Delta]:
-    """Unite equal deltas and near-identical ADDs, reflection ids joined, in the order of first appearance.
+    """Unite equal deltas and near-identical ADDs, joining their reflection ids, in the order of first appearance.
 
-    Of ADDs the longest content stays.
+    Of near-identical ADDs the longest one stays.
     """
     adds = {place: delta.content for place, delta in enumerate(deltas) if isinstance(delta, Add)}
     ranked = sorted(adds, key=lambda place: (-len(adds[place]), adds[place], place))
@@ -54,7 +54,7 @@ def unite_deltas(deltas: Sequence[Delta], near_duplicates: NearDuplicates) -> li
 
 
 def covering_bullets(deltas: Sequence[Delta], playbook: Playbook, near_duplicates: NearDuplicates) -> dict[int, Bullet]:
-    """Find the ADDs that a bullet says already (a near-duplicate that no delta touches): place to that bullet."""
+    """Map the places of ADDs to the bullets that say the same already, except bullets that a delta touches."""
     touched = {bullet_id for delta in deltas for bullet_id in touched_ids(delta)}
     standing = [bullet for bullet in playbook if bullet.id not in touched]
     adds = {place: delta.content for place, delta in enumerate(deltas) if isinstance(delta, Add)}
@@ -66,7 +66,7 @@ def covering_bullets(deltas: Sequence[Delta], playbook: Playbook, near_duplicate
 
 
 def settle(deltas: Sequence[Delta], playbook: Playbook, near_duplicates: NearDuplicates) -> list[Delta]:
-    """Return the deltas as they are to be applied: united, and an ADD that a bullet says already in its words.
+    """Unite the deltas, and put ADDs that a bullet covers in the bullet's own words.
 
     Applying such an ADD joins its reflection ids to the bullet.
     """
@@ -77,13 +77,13 @@ def settle(deltas: Sequence[Delta], playbook: Playbook, near_duplicates: NearDup
 
 
 def find_relations(deltas: Sequence[Delta], covered: Collection[int] = ()) -> list[Relation]:
-    """Find what a merge call has to decide about a united list; nothing where all can stand side by side.
+    """Find what a merge call has to decide about a united list; nothing if all its deltas can be applied together.
 
-    An UPDATE beside a REMOVE is none of it: UPDATE wins.
+    An UPDATE and a REMOVE of one bullet need no decision: UPDATE wins.
 
     Args:
         deltas: The list.
-        covered: Places of ADDs that a bullet says already.
+        covered: Places of ADDs that a bullet covers.
     """
     adds = {
         place: (set(fold(delta.content)) - PUNCTUATION, set(telling_words(delta.content)))
@@ -112,7 +112,7 @@ def find_relations(deltas: Sequence[Delta], covered: Collection[int] = ()) -> li
 
 
 def has_rival_updates(deltas: Sequence[Delta]) -> bool:
-    """Tell whether UPDATEs of one bullet differ."""
+    """Tell whether there are different UPDATEs of one bullet."""
     updates = {(delta.id, delta.content) for delta in deltas if isinstance(delta, Update)}
     return len(updates) > len({bullet_id for bullet_id, _ in updates})
 
@@ -223,12 +223,12 @@ class DecisionReader:
 
 
 def _joining(delta: Delta, bullet: Bullet) -> Delta:
-    """Return an ADD of what the bullet says: nothing new, the reflection ids go to the bullet."""
+    """Return an ADD that adds nothing but the reflection ids of `delta` to the bullet."""
     return Add(bullet.section, bullet.content, delta.reflection_ids)
 
 
 def _connected(groups: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Join the groups of several places that overlap; each result is sorted."""
+    """Join the groups that overlap, and return those of several places, each sorted."""
     found: list[set[int]] = []
     for group in groups:
         joined = set(group).union(*(other for other in found if not other.isdisjoint(group)))

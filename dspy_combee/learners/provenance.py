@@ -24,7 +24,7 @@ class BulletProvenance:
     change: str
     """`ADD`, `UPDATE`, `MERGE`, `REMOVE` or, where a near-duplicate was united with it, `UNITE`."""
     content: str
-    """The text that it gave the bullet; that of the near-duplicate, and of a bullet removed, none."""
+    """The text that it gave the bullet; for `UNITE` that of the near-duplicate, for `REMOVE` none."""
     reflections: tuple[Reflection, ...]
     """The reflections that the change came from."""
     nodes: tuple[str, ...]
@@ -38,8 +38,8 @@ class BulletProvenance:
 def trace_bullet(steps: Sequence[PlaybookStep], component: str, bullet_id: str) -> list[BulletProvenance]:
     """Return the changes that led to a bullet, the last one first.
 
-    There is one entry for each change to it, and to the bullets that became part of it; none for a bullet that the run
-    started with and left alone.
+    There is one entry for each change to it or to a bullet that became part of it, and none for a bullet that the run
+    started with and did not change.
     """
     wanted = {bullet_id}  # Ids never come twice, so this only grows on the way back.
     found: list[BulletProvenance] = []
@@ -51,7 +51,7 @@ def trace_bullet(steps: Sequence[PlaybookStep], component: str, bullet_id: str) 
 
 
 def bullet_ids(steps: Sequence[PlaybookStep], component: str) -> set[str]:
-    """Return the ids of all bullets that the steps name in a playbook."""
+    """Return the ids of all bullets of a playbook that the steps mention."""
     changes = [change for step in steps for change in step.changes if change.component == component]
     pruned = {item.bullet.id for change in changes for item in change.pruned}
     return pruned | {item.bullet_id for change in changes for item in change.applied}

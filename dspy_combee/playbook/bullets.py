@@ -1,6 +1,6 @@
-"""What a playbook consists of: bullets, lines that are no bullets, and the sections they stand in.
+"""What a playbook consists of: bullets, other lines of text, and the sections they stand in.
 
-The seven section names and their slugs are those of ACE, so that its playbooks can be read and grown on.
+The seven section names and their slugs are ACE's, so that its playbooks can be read and extended.
 """
 
 from __future__ import annotations
@@ -117,15 +117,15 @@ def bullet_support(bullet: Bullet) -> tuple[int, int, int, int]:
 
 
 def bare_id(value: object) -> str | None:
-    """Return a bullet's id as a model may write it, without white space and brackets; None for what is no text."""
+    """Strip white space and brackets, as a model may write them, from a bullet's id; return None if it is not text."""
     return value.strip().removeprefix("[").removesuffix("]") if isinstance(value, str) else None
 
 
 def clean_text(value: object, what: str) -> str:
-    """Return `value` without lone surrogates, which have no UTF-8 form.
+    """Replace lone surrogates, which have no UTF-8 form, by U+FFFD.
 
     Raises:
-        PlaybookError: If it is not text; the message calls it `what`.
+        PlaybookError: If `value` is not text; the message calls it `what`.
     """
     if not isinstance(value, str):
         raise PlaybookError(f"{what} must be text, not {type(value).__name__}")
@@ -133,12 +133,12 @@ def clean_text(value: object, what: str) -> str:
 
 
 def clean_section(value: object) -> str:
-    """Return a section's name on one line, its white space made single spaces."""
+    """Collapse white space in a section's name to single spaces."""
     return " ".join(clean_text(value, "a section's name").split())
 
 
 def clean_ids(value: object) -> tuple[str, ...]:
-    """Return reflection ids, each once, in the order given.
+    """Drop repeated reflection ids, keeping the order given.
 
     Raises:
         PlaybookError: If `value` is not a list or tuple of texts, or one of them is blank.
@@ -152,7 +152,7 @@ def clean_ids(value: object) -> tuple[str, ...]:
 
 
 def join_ids(*lists: Iterable[str]) -> tuple[str, ...]:
-    """Return all ids of the lists, each once, in the order of first mention."""
+    """Concatenate the lists, keeping each id where it comes first."""
     return tuple(dict.fromkeys(item for ids in lists for item in ids))
 
 
@@ -172,7 +172,7 @@ def _fold_section(name: str) -> str:
 
 
 def section_slug(section: str) -> str:
-    """Return the slug of ids in `section`: ACE's for its seven, else initials, or four letters of a lone word."""
+    """Return the slug of ids in `section`: ACE's for its seven, else initials, or four letters of a single word."""
     if known := SECTIONS.get(find_section(section, ())):
         return known
     words = re.findall(r"[a-z]+", unicodedata.normalize("NFKD", section).encode("ascii", "ignore").decode().lower())

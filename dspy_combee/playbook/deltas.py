@@ -1,19 +1,18 @@
 """Delta operations on a playbook's bullets, and what happens when several of one batch touch the same bullet.
 
-All deltas of a batch were proposed against one and the same playbook, so none sees what another does:
+All deltas of a batch were proposed against the same playbook, so none of them knows what another does:
 
 - UPDATE wins over REMOVE.
 - Of several UPDATEs of one bullet with different contents the better supported one wins: more reflection ids, then
   the longer content, then the later in text order.
-- MERGE over a bullet that is removed drops its id and rewrites what is left, be it one bullet. MERGE over a
+- MERGE over a bullet that is removed drops its id and rewrites what is left, even if that is one bullet. MERGE over a
   bullet that is updated, or that a better supported MERGE has taken, drops that id too; if fewer than two are
   left it does nothing, since those bullets live on elsewhere.
-- An ADD of a content that stands in the playbook already (white space aside) joins that bullet, as equal ADDs join
-  each other: nothing is lost, so this is no conflict.
+- An ADD of a content that is in the playbook already (white space aside) joins that bullet, and equal ADDs join each
+  other: nothing is lost, so this is not a conflict.
 
-Every delta of a batch ends in exactly one place: applied, refused (it was not valid), or dropped by a conflict.
-None of this depends on the order of the deltas in the batch; only the numbers of new ids, and the order of
-reflection ids, follow it.
+Every delta of a batch ends up in exactly one place: applied, refused (it was not valid), or dropped by a conflict.
+The order of the deltas in the batch decides nothing but the numbers of new ids and the order of reflection ids.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Merge:
-    """Put one bullet in place of several; it keeps id and section of the best supported, counters are summed."""
+    """Replace several bullets by one, which keeps the id and section of the best supported; counters are summed."""
 
     ids: tuple[str, ...]
     content: str
@@ -153,10 +152,10 @@ def delta_from(value: Mapping[str, Any]) -> Delta:
 
 
 def check_delta(delta: Any, known: Mapping[str, Bullet]) -> Delta:
-    """Return a delta, or one in a mapping as `delta_from` reads it, with its texts and ids cleaned.
+    """Return a delta (or one that `delta_from` reads from a mapping) with its texts and ids cleaned.
 
     Raises:
-        PlaybookError: If it cannot be applied to these bullets (by id).
+        PlaybookError: If it cannot be applied to the `known` bullets, which are given by id.
     """
     if isinstance(delta, Mapping):
         delta = delta_from(delta)
@@ -181,7 +180,7 @@ def check_delta(delta: Any, known: Mapping[str, Bullet]) -> Delta:
 
 
 def identity(delta: Delta) -> Any:
-    """Return what deltas that say the same have in common, however they are supported."""
+    """Return a key that is equal for deltas that do the same, whatever their reasons and reflections."""
     if isinstance(delta, Remove):
         return Remove, delta.id
     content = " ".join(delta.content.split()) if isinstance(delta, Add) else delta.content
@@ -208,7 +207,7 @@ class Batch:
         self._equal: dict[Any, dict[int, Delta]] = {}
 
     def run(self, deltas: Iterable[Any]) -> None:
-        """Apply the deltas: those that say the same are taken for one, and additions come last."""
+        """Apply the deltas: equal ones are treated as one, and additions come last."""
         for index, given in enumerate(deltas):
             try:
                 delta = check_delta(given, self.bullets)
@@ -226,7 +225,7 @@ class Batch:
         self.applied.sort(key=lambda item: item.index)
 
     def _all(self, kind: type[_D]) -> list[_D]:
-        """Return the deltas of a kind; those that say the same are one, which has the reflections of all."""
+        """Return the deltas of a kind, equal ones as one that has the reflections of all."""
         groups = [list(group.values()) for group in self._equal.values()]
         return [
             replace(group[0], reflection_ids=join_ids(*(delta.reflection_ids for delta in group)))
@@ -304,7 +303,7 @@ class Batch:
 
 
 def unite(first: Bullet, bullets: Sequence[Bullet]) -> Bullet:
-    """Return `first` with the counters and reflection ids of all `bullets`, of which it is one."""
+    """Return `first` with the counters and reflection ids of all `bullets`, itself included."""
     return replace(
         first,
         helpful=sum(bullet.helpful for bullet in bullets),

@@ -1,12 +1,11 @@
 """`Playbook`: sections of short bullets with counters, grown by deltas instead of rewritten (ACE's form).
 
-A playbook is a value: every operation gives a new one, with a report where there is something to report. It makes
-no LM call, and touches files only in `save` and `load`.
+A playbook is a value: every operation returns a new one, with a report where there is something to report. It makes
+no LM calls, and touches files only in `save` and `load`.
 
-Ids are unique for the life of a playbook. Their number goes up with every bullet ever added, over all sections, and
-a number that was given out is not given out again, nor that of a bullet that was removed or united. The text and
-the JSON form both carry the next number, so this holds after loading too; an ACE file does not have it, and there
-ids continue after the highest one in sight.
+Ids are unique for the life of a playbook. Their numbers count all bullets ever added, over all sections, and are never
+reused, not even after a bullet was removed or united. The text and the JSON form both carry the next number, so this
+holds after loading too; an ACE file does not have it, so there ids continue after the highest one in the file.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ _VERSION = 1
 class Playbook:
     """Hold bullets in sections, in order, with whatever lines of text stand between them.
 
-    Iterating gives the bullets and `len` counts them, so a playbook without bullets is false.
+    Iterating yields the bullets and `len` counts them, so a playbook without bullets is falsy.
 
     Raises:
-        PlaybookError: If two bullets have one id, or something is not of its kind.
+        PlaybookError: If two bullets have the same id, or a field has the wrong type.
     """
 
     sections: tuple[str, ...] = tuple(SECTIONS)
@@ -105,11 +104,11 @@ class Playbook:
     def apply(self, deltas: Iterable[Any]) -> DeltaReport:
         """Apply one batch of deltas that were all proposed against this playbook.
 
-        `dspy_combee.playbook.deltas` says how conflicts are settled. Text lines are left alone.
+        `dspy_combee.playbook.deltas` describes how conflicts are settled. Text lines are left alone.
 
         Args:
-            deltas: `Add`, `Update`, `Merge` and `Remove`, or mappings as `delta_from` reads them. Whatever else
-                comes is refused.
+            deltas: `Add`, `Update`, `Merge` and `Remove`, or mappings as `delta_from` reads them. Anything else is
+                refused.
         """
         batch = Batch(self.sections, self.bullets, self.next_number)
         batch.run(deltas)
@@ -117,11 +116,11 @@ class Playbook:
         return DeltaReport(playbook, tuple(batch.applied), tuple(batch.refused), tuple(batch.conflicts))
 
     def tag(self, tags: Iterable[tuple[str, str]]) -> TagReport:
-        """Count tags: each (id, tag) pair adds exactly one to its bullet's counter.
+        """Count (id, tag) pairs: each adds exactly one to its bullet's counter.
 
         Args:
-            tags: The tag is `"helpful"`, `"harmful"` or `"neutral"`, which changes nothing. Pairs with an unknown
-                id or tag are refused.
+            tags: A tag is `"helpful"`, `"harmful"`, or `"neutral"`, which changes nothing. Pairs with an unknown id or
+                tag are refused.
         """
         counted: Counter[tuple[str, str]] = Counter()
         refused = []
@@ -148,13 +147,13 @@ class Playbook:
     ) -> PruneReport:
         """Prune the playbook until its text fits.
 
-        A playbook that fits stays as it is. Otherwise near-duplicates are united; if that is not enough, all
-        bullets with harmful > helpful go; then the least used, no more than needed (see `pruning.prune`). Lines
-        of text and headers are not pruned, so the report's `fits` may be false even without bullets.
+        A playbook that fits is left alone. Otherwise near-duplicates are united; if that is not enough, all bullets
+        with harmful > helpful go; then the least used, no more than needed (see `pruning.prune`). Lines of text and
+        headers are not pruned, so the report's `fits` may be false even without bullets.
 
         Args:
-            token_budget: The most tokens (estimated) of the text that stands in a prompt, at least 1.
-            near_duplicates: By default bullets with the same words; `EmbeddingCosine(embedder)` judges by an embedder.
+            token_budget: The most tokens (estimated) of the playbook in a prompt, at least 1.
+            near_duplicates: By default bullets with the same words; `EmbeddingCosine(embedder)` asks an embedder.
 
         Raises:
             ValueError: If `token_budget` is not an int >= 1.
@@ -170,7 +169,7 @@ class Playbook:
         return PruneReport(self._with(bullets), tuple(pruned), tokens, tokens <= token_budget)
 
     def diff(self, other: Playbook) -> PlaybookDiff:
-        """Return what changes from this playbook to `other`, by bullet id; the order of entries is not compared."""
+        """Compare bullets by id and lines of text as they are, whatever their order."""
         lines, other_lines = (
             Counter(entry for entry in playbook.entries if isinstance(entry, TextLine)) for playbook in (self, other)
         )
@@ -186,10 +185,10 @@ class Playbook:
         return render(self.sections, self.entries, self.next_number)
 
     def to_prompt(self) -> str:
-        """Return the text form for a prompt: without the ids of reflections, and with tabs written as `&#9;`.
+        """Return the text form for a prompt.
 
-        Ids of reflections cost tokens and mean nothing to a model. DSPy expands tabs in a signature's instructions, so
-        they would not come back from there.
+        It leaves out the ids of reflections, which cost tokens and mean nothing to a model, and writes tabs as `&#9;`,
+        since DSPy expands tabs in a signature's instructions.
         """
         return render(self.sections, self.entries, self.next_number, for_prompt=True)
 
@@ -199,8 +198,8 @@ class Playbook:
 
         Args:
             text: See `dspy_combee.playbook.text`.
-            strict: Whether a malformed line is an error. Otherwise it is kept as a `TextLine`, as is a bullet
-                whose id came before.
+            strict: Whether a malformed line, or a bullet whose id came before, is an error. Otherwise it is kept as a
+                `TextLine`.
 
         Raises:
             PlaybookError: In strict mode, with the number of the malformed line.
@@ -340,7 +339,7 @@ class PruneReport:
 
 @dataclass(frozen=True)
 class PlaybookDiff:
-    """Hold what changes from one playbook to another; it is false if nothing does, and `str` shows it by line."""
+    """Hold the changes from one playbook to another; falsy if there are none, and `str` lists them."""
 
     added: tuple[Entry, ...]
     """Bullets, then lines of text, that only the other has."""
@@ -363,19 +362,19 @@ class PlaybookDiff:
 
 
 def attach(instructions: str, playbook: Playbook) -> str:
-    """Put a playbook, as `Playbook.to_prompt` writes it, at the end of instructions.
+    """Append a playbook, as `Playbook.to_prompt` writes it, to instructions.
 
-    It stands between two delimiter lines that nothing in it can imitate. To replace a playbook, `detach` it first:
-    instructions that end with one are taken as they are.
+    It stands between two delimiter lines that nothing in it can imitate. To replace a playbook, `detach` it first: one
+    at the end of `instructions` is not noticed.
     """
     return (instructions + "\n\n" if instructions else "") + f"{BEGIN}\n{playbook.to_prompt()}{END}"
 
 
 def detach(instructions: str) -> tuple[str, Playbook | None]:
-    """Take the playbook off the end of instructions: what stood before it, and the playbook.
+    """Split instructions into what stands before the playbook at their end, and the playbook.
 
-    The playbook is None, and the instructions unchanged, where they do not end with one. Nothing in the playbook
-    is an error: lines that somebody has made unreadable come back as text.
+    The playbook is None, and the instructions are returned unchanged, if they do not end with one. Lines of it that
+    somebody has made unreadable come back as text.
     """
     # A line inside a playbook never begins with a delimiter, so the last one that opens is the right one.
     base, begin, block = ("\n" + instructions.rstrip()).rpartition(f"\n{BEGIN}\n")

@@ -8,10 +8,10 @@ r"""The text form of a playbook, written and read.
     <!-- next-id 7 -->
     <!-- reflections calc-00003 ["r1", "r2"] -->
 
-The two notes at the end stand there only where they say something: that ids above the highest one in sight were
-given out, and which reflections a bullet came from. ACE's own readers skip both.
+The two notes at the end are written only if needed: that ids above the highest one in the text were given out, and
+which reflections a bullet came from. ACE's own readers skip both.
 
-Whatever a content holds, reading gives it back. Three devices see to that, and each shows only where it is needed:
+Whatever a content holds, reading gives it back. Three kinds of escapes see to that, each used only where it is needed:
 
 - Lines end at `\n` alone. A carriage return and a byte order mark, which files and editors change, are written as
   `&#13;` and `&#65279;`; a tab too where DSPy would expand it (in instructions). Where a content has such a mark
@@ -81,13 +81,13 @@ def render(sections: Iterable[str], entries: Sequence[Entry], next_number: int, 
 
 
 def render_bullet(bullet: Bullet, marked: re.Pattern[str] = _MARKED) -> str:
-    """Write one bullet; a newline in its content becomes a line indented by two spaces."""
+    """Write one bullet; further lines of its content are indented by two spaces."""
     content = _encode(bullet.content, marked).replace("\n", "\n" + _INDENT)
     return f"[{bullet.id}] helpful={bullet.helpful} harmful={bullet.harmful} :: {content}"
 
 
 def number_after(entries: Iterable[Entry]) -> int:
-    """Return the number after the highest in use; a line of text that looks like a bullet uses that of its id."""
+    """Return the number after the highest in use, be it in the id of a line of text that looks like a bullet."""
     ids: list[str] = []
     for entry in entries:
         if isinstance(entry, Bullet):
@@ -102,7 +102,7 @@ def parse(text: str, *, strict: bool) -> tuple[tuple[str, ...], tuple[Entry, ...
 
     Args:
         text: Lines that end in `\n` or `\r\n`.
-        strict: Whether a line that is no bullet, header, note or blank is an error; else it is kept as text.
+        strict: Whether a line that is not a bullet, header, note or blank is an error; else it is kept as text.
 
     Returns:
         The section names in order, the entries in order, and the number of the next id.
@@ -146,7 +146,7 @@ def _decode(text: str) -> str:
 
 
 def _has_meaning(line: str) -> bool:
-    """Tell whether a reader could take the line for something else than text; a blank one is never written."""
+    """Tell whether a reader would take the line for something other than text; blank lines are never asked about."""
     return bool(
         line.startswith((BEGIN, END))
         or (line.startswith(_INDENT) and line.strip())
@@ -157,7 +157,7 @@ def _has_meaning(line: str) -> bool:
 
 
 class _BulletLine(NamedTuple):
-    """Hold what the first line of a bullet says; its content is not yet decoded."""
+    """Hold the parts of the first line of a bullet, its content still encoded."""
 
     id: str
     helpful: int
@@ -166,9 +166,9 @@ class _BulletLine(NamedTuple):
 
 
 def _read_bullet_line(line: str) -> _BulletLine | None:
-    """Read the first line of a bullet, with or without counters; give None where the line is none.
+    """Read the first line of a bullet, with or without counters; return None for any other line.
 
-    Where counters are begun they must be whole: a line such as `[calc-00003] helpful=x :: ...` is no bullet.
+    Counters must be whole where there are any: a line such as `[calc-00003] helpful=x :: ...` is not a bullet.
     """
     match = _BULLET.fullmatch(line)
     if match is None:
@@ -260,7 +260,7 @@ class _Reader:
 
 
 def _read_list(text: str) -> tuple[str, ...]:
-    """Return the texts of a JSON list; none where it is not one."""
+    """Return the texts of a JSON list; an empty tuple for anything else."""
     try:
         items: Any = json.loads(text)
     except (ValueError, RecursionError):

@@ -68,7 +68,10 @@ def report_main(log_dir: str | os.PathLike[str], out: str | os.PathLike[str] | N
     if not steps:
         raise ValueError(f"{file} holds no steps yet")
     page = Path(file.with_name("report.html") if out is None else out)
-    _write(steps, page)
+    try:
+        _write(steps, page)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{file} holds values of the wrong kind: {error}") from error
     return page, len(steps)
 
 
@@ -124,7 +127,6 @@ class RunReport:
 @cache
 def _template() -> Template:
     from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
 
     loader = PackageLoader("dspy_combee", "report")
     environment = Environment(
@@ -133,9 +135,8 @@ def _template() -> Template:
     style, _, _ = loader.get_source(environment, "page.css")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     environment.filters["number"] = number
-    environment.globals.update(style=Markup(style), style_hash=f"sha256-{digest}")
-    environment.globals.update(plots=plots, svg=lambda *values: Markup(plots.svg_chart(*values)))
-    environment.globals.update(summary=summary, diff_lines=diff_lines)
+    environment.globals.update(style=style, style_hash=f"sha256-{digest}")
+    environment.globals.update(plots=plots, summary=summary, diff_lines=diff_lines)
     return environment.get_template("page.html.jinja")
 
 
