@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
+from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
 from dspy_combee.records.files import replacing
 from dspy_combee.records.types import Spent, Usage
@@ -28,49 +28,10 @@ Size = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True)
-class LoopState:
-    """Hold a walk-forward run between two steps; `current` and `best` are what the learner's `dump` gave."""
-
-    current: Any
-    """The state after the last step."""
-    step: int = 0
-    """The number of steps so far."""
-    kept: int = 0
-    """How many proposals were kept."""
-    best: Any = None
-    """The best state by validation; None before the first validation, or without a valset."""
-    best_score: float | None = None
-    """Its mean score on the validation examples."""
-    best_scores: tuple[float, ...] | None = None
-    """Its scores on them."""
-    best_step: int = 0
-    """The step after which it stood; 0 for the start."""
-    batch_sizes: tuple[int, ...] = ()
-    """n of each step."""
-    samplers: Mapping[str, Any] = field(default_factory=dict)
-    """The state of each source's sampler, by the name of the source."""
-    spent: Spent = field(default_factory=Spent)
-    """What the run has spent, reflection not counted."""
-    reflection: Usage = field(default_factory=Usage)
-    """What reflection has spent."""
-    done: bool = False
-    """Whether the run is over."""
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class _Usage(_Strict):
-    calls: Count
-    cache_hits: Count
-    input_tokens: Count
-    output_tokens: Count
-    cost: float | None
-
-
-class _Profile(_Strict):
+class _Profile:
     """Check the state of a `ControlledSize`."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     todo: list[Size]
     num_tasks: Size
@@ -80,8 +41,11 @@ class _Profile(_Strict):
     measurements: list[Annotated[tuple[Size, Annotated[float, Field(ge=0, allow_inf_nan=False)]], Strict(False)]]
 
 
-class _Sampler(_Strict):
+@dataclass(frozen=True)
+class _Sampler:
     """Check the state of an `EpochSampler` over positions."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     epoch: Count
     queue: list[Count]
@@ -89,28 +53,46 @@ class _Sampler(_Strict):
     kind: str
     sizer: _Profile | Count | None
 
-    @model_validator(mode="after")
-    def _sizer_is_of_its_kind(self) -> _Sampler:
+    def __post_init__(self) -> None:
         expected = {"ControlledSize": _Profile, "ReplayedSizes": int}.get(self.kind, type(None))
         if not isinstance(self.sizer, expected):
             raise ValueError(f"a {self.kind} has another state")
-        return self
 
 
-class _Saved(_Strict):
+@dataclass(frozen=True)
+class LoopState:
+    """Hold a walk-forward run between two steps; `current` and `best` are what the learner's `dump` gave."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
     current: Any
-    step: Count
-    kept: Count
-    best: Any
-    best_score: float | None
-    best_scores: list[float] | None
-    best_step: Count
-    batch_sizes: list[Size]
-    samplers: dict[str, _Sampler]
-    metric_calls: dict[str, Count]
-    usage: dict[str, _Usage]
-    reflection: _Usage
-    done: bool
+    """The state after the last step."""
+    step: Count = 0
+    """The number of steps so far."""
+    kept: Count = 0
+    """How many proposals were kept."""
+    best: Any = None
+    """The best state by validation; None before the first validation, or without a valset."""
+    best_score: float | None = None
+    """Its mean score on the validation examples."""
+    best_scores: tuple[float, ...] | None = None
+    """Its scores on them."""
+    best_step: Count = 0
+    """The step after which it stood; 0 for the start."""
+    batch_sizes: tuple[Size, ...] = ()
+    """n of each step."""
+    samplers: dict[str, Any] = field(default_factory=dict)
+    """The state of each source's sampler, by the name of the source."""
+    spent: Spent = field(default_factory=Spent)
+    """What the run has spent, reflection not counted."""
+    reflection: Usage = field(default_factory=Usage)
+    """What reflection has spent."""
+    done: bool = False
+    """Whether the run is over."""
+
+
+_STATE = TypeAdapter(LoopState)
+_SAMPLERS = TypeAdapter(dict[str, _Sampler])
 
 
 class StateFile:
@@ -131,10 +113,7 @@ class StateFile:
         Raises:
             OSError: If it cannot be written.
         """
-        plain = {name: getattr(state, name) for name in _Saved.model_fields if hasattr(state, name)}
-        plain["metric_calls"] = dict(state.spent.metric_calls_by_phase)
-        plain["usage"] = {phase: asdict(usage) for phase, usage in state.spent.usage_by_phase.items()}
-        plain["reflection"] = asdict(state.reflection)
+        plain = _STATE.dump_python(state, mode="json")
         data = {"format": self._format, "version": VERSION, "run": self.run, "state": plain}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as file:
@@ -190,23 +169,16 @@ class StateFile:
 
 
 def _load(plain: Any) -> LoopState:
-    saved = _Saved.model_validate(plain)
-    fields = {name: plain[name] for name in _Saved.model_fields if name not in ("metric_calls", "usage")}
-    usage = {phase: Usage(**used) for phase, used in plain["usage"].items()}
-    return LoopState(
-        **{
-            **fields,
-            "batch_sizes": tuple(saved.batch_sizes),
-            "best_scores": None if saved.best_scores is None else tuple(saved.best_scores),
-            "spent": Spent(dict(plain["metric_calls"]), usage),
-            "reflection": Usage(**plain["reflection"]),
-        }
-    )
+    text = json.dumps(plain)  # Strict reading takes lists for tuples in JSON only.
+    state = _STATE.validate_json(text, strict=True)
+    _SAMPLERS.validate_json(json.dumps(state.samplers), strict=True)
+    return state
 
 
 def _from_version_1(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state as version 2 writes it; version 1 had one form for playbooks and one for traces."""
     old = dict(data.get("state", data))
+    old["spent"] = {"metric_calls_by_phase": old.pop("metric_calls"), "usage_by_phase": old.pop("usage")}
     samplers = {"trainset": old.pop("sampler"), "traces": old.pop("trace_sampler", None)}
     if "candidate" in old:  # Of `CombeeOptimizer` on traces.
         scores = old.pop("scores")
