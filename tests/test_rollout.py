@@ -150,23 +150,26 @@ def test_half_the_fields_is_a_failed_rollout_with_the_raw_reply():
     assert "half" in step.outputs.completion_text
 
 
-def wrapping(call, how):
-    """Calls, and hides where an error came from."""
-    try:
-        return call()
-    except Exception as error:
-        if how == "from":
-            raise LookupError("it went wrong") from error
-        if how == "during":
-            raise LookupError("it went wrong")  # noqa: B904 (that is what is tested)
-        raise
+def calling(how):
+    """Calls its predictor, and hides where an error came from."""
+
+    def run(self, question):
+        try:
+            return self.solve(question=question)
+        except Exception as error:
+            if how == "from":
+                raise LookupError("it went wrong") from error
+            if how == "during":
+                raise LookupError("it went wrong")  # noqa: B904 (that is what is tested)
+            raise
+
+    return run
 
 
 @pytest.mark.parametrize("how", ["from", "during"])
 def test_call_that_failed_is_found_behind_another_error(how):
     twin = dspy.Predict("question -> first, second")
-    run_it = lambda self, question: wrapping(lambda: self.solve(question=question), how)  # noqa: E731
-    program = Program(run_it, twin=twin, solve=copy.deepcopy(twin))
+    program = Program(calling(how), twin=twin, solve=copy.deepcopy(twin))
     (rollout,) = run(program, examples(1), lm=ScriptedLM(default={"first": "half"}))
     assert rollout.error == "LookupError: it went wrong"
     (step,) = rollout.trace
@@ -326,23 +329,22 @@ def test_copies_share_lms_and_what_cannot_be_copied(caplog):
     assert (new.lock, new.new_lock, new.mixed[1]) == (program.lock, program.new_lock, mixed[1])
     assert new.index is program.index, "an array of 16 MB is not copied for each run"
     assert new.corpus is program.corpus
-    for own, theirs in (
-        *(
-            (getattr(new, name), getattr(program, name))
-            for name in ("solve", "lms", "mixed", "array", "small", "agent")
-        ),
-        (new.mixed[0], mixed[0]),
-        (new.mixed[2]["state"], mixed[2]["state"]),
-    ):
-        assert own is not theirs
+    for name in ("solve", "lms", "mixed", "array", "small", "agent"):
+        assert getattr(new, name) is not getattr(program, name)
+    assert new.mixed[0] is not mixed[0]
+    assert new.mixed[2]["state"] is not mixed[2]["state"]
     assert caplog.records == []
 
 
 def test_long_history_is_not_copied():
-    program = solver()
-    program.history = [raising(AssertionError("copied"))]
-    program.history[0].__deepcopy__ = program.history[0]
+    class Entry:
+        def __deepcopy__(self, memo):
+            copies.append(self)
+
+    copies, program = [], solver()
+    program.history = [Entry()]
     assert ProgramCopier(program).copy(program).history == []
+    assert copies == []
 
 
 def test_copies_are_freed_when_their_rollout_ends():
@@ -371,28 +373,22 @@ def score(result, caplog, count=3, **options):
     return value, [record.getMessage() for record in caplog.records]
 
 
-@pytest.mark.parametrize(
-    ("result", "expected"),
-    [
-        *(
-            (value, float(value))
-            for value in (0.0, 0, 7, -3.5, True, False, np.float32(0.5), np.int64(1), np.bool_(True))
-        ),
-        (np.array(0.25), 0.25),
-        (fractions.Fraction(1, 4), 0.25),
-        (decimal.Decimal("0.5"), 0.5),
-        ({"score": 0.5, "feedback": "f"}, 0.5),
-        ({"score": 0.0, "feedback": ""}, 0.0),
-        (dspy.Prediction(score=0.5, feedback="f"), 0.5),
-        (dspy.Prediction(score=True), 1.0),
-    ],
-    ids=repr,
-)
-def test_metric_values_with_a_plain_meaning(result, expected, caplog):
-    assert score(result, caplog) == (expected, [])
+NUMBERS = [0.0, 0, 7, -3.5, True, False, np.float32(0.5), np.int64(1), np.bool_(True), np.array(0.25)]
+NUMBERS += [fractions.Fraction(1, 4), decimal.Decimal("0.5")]
+RESULTS = [
+    {"score": 0.5, "feedback": "f"},
+    {"score": 0.0},
+    *(dspy.Prediction(score=x, feedback="") for x in (0.5, True)),
+]
+
+
+@pytest.mark.parametrize("result", [*NUMBERS, *RESULTS], ids=repr)
+def test_metric_values_with_a_plain_meaning(result, caplog):
+    assert score(result, caplog) == (float(result["score"] if result in RESULTS else result), [])
 
 
 NOT_FINITE = "which is not a finite number"
+NO_SCORE = [None, {}, {"feedback": "f"}, dspy.Prediction(score=None), dspy.Prediction(answer="x")]
 
 
 @pytest.mark.parametrize(
@@ -400,11 +396,8 @@ NOT_FINITE = "which is not a finite number"
     [
         *((value, f"returned {value}, {NOT_FINITE}") for value in (math.nan, math.inf, -math.inf, 1j)),
         *((value, NOT_FINITE) for value in (np.float64("nan"), np.zeros(3), 10**400)),
-        *((value, f"returned {value!r} instead of a number") for value in (None, "1.0", b"1", [1.0])),
-        *(
-            (value, "returned None instead of a number")
-            for value in ({}, {"feedback": "f"}, dspy.Prediction(answer="x"))
-        ),
+        *((value, f"returned {value!r} instead of a number") for value in ("1.0", b"1", [1.0])),
+        *((value, "returned None instead of a number") for value in NO_SCORE),
         ({"score": "high"}, "returned 'high' instead of a number"),
         pytest.param(Unprintable(), "returned <Unprintable without a text: RuntimeError> instead", id="unprintable"),
     ],
@@ -425,25 +418,17 @@ def test_scores_above_the_perfect_one_stand_and_are_warned_of_once(caplog):
     assert score(10, caplog, perfect_score=10.0) == (10.0, [])
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (ZeroDivisionError("no words"), "ZeroDivisionError: no words"),
-        (asyncio.CancelledError("by a tool"), "CancelledError: by a tool"),
-        pytest.param(UnprintableError(), "UnprintableError: <UnprintableError without a text", id="unprintable"),
-    ],
-)
-def test_metric_that_raises_on_one_example(error, said, caplog):
+@pytest.mark.parametrize("kind", [ZeroDivisionError, asyncio.CancelledError, UnprintableError])
+def test_metric_that_raises_on_one_example(kind, caplog):
     def metric(gold, pred, *_):
-        if gold.question == "q2":
-            raise error
-        return -1.0
+        return raising(kind("no words"))() if gold.question == "q2" else -1.0
 
     rollouts = run(solver(), examples(5), metric=metric, failure_score=-7.0)
     assert [rollout.score for rollout in rollouts] == [-1.0, -1.0, -7.0, -1.0, -1.0]
     assert [rollout.error for rollout in rollouts] == [None] * 5, "the program did nothing wrong"
     (record,) = caplog.records
-    assert said in record.getMessage()
+    text = "<UnprintableError without a text" if kind is UnprintableError else "no words"
+    assert f"The metric raised {kind.__name__}: {text}" in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -458,29 +443,21 @@ def test_objective_scores(given, expected):
 # Providers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("error", "transient"),
-    [
-        (lm15.AuthError("bad key"), False),
-        (lm15.BillingError("no money"), False),
-        (lm15.RateLimitError("slow down"), True),
-        (lm15.TransportError("no network"), True),
-        (ConnectionError("refused"), True),
-        (TimeoutError("too slow"), True),
-        (lm15.ServerError("503"), True),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-@pytest.mark.parametrize("wrap", ["no", "from", "during"])
-def test_provider_error_is_no_score(error, transient, wrap):
+REFUSALS = [lm15.AuthError("bad key"), lm15.BillingError("no money")]
+OUTAGES = [lm15.RateLimitError("slow down"), lm15.TransportError("no network"), lm15.ServerError("503")]
+OUTAGES += [ConnectionError("refused"), TimeoutError("too slow")]
+
+
+@pytest.mark.parametrize("error", [*REFUSALS, *OUTAGES], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("how", ["plain", "from", "during"])
+def test_provider_error_is_no_score(error, how):
     lm = ScriptedLM(default=lambda prompt: error if question_of(prompt) == "q2" else {"answer": "x"})
-    program, scored = doing(lambda *_, **__: 1), []
-    program.run = lambda self, question: wrapping(lambda: self.solve(question=question), wrap)
+    program, scored = Program(calling(how), solve="question -> answer"), []
     with pytest.raises(ProviderError, match="A language model call failed") as caught:
         run(program, examples(5), lm=lm, metric=lambda *_: scored.append(1), num_threads=1)
-    assert caught.value.transient is transient
+    assert caught.value.transient is (error in OUTAGES)
     asked = [question_of(call.prompt) for call in lm.calls if question_of(call.prompt) == "q2"]
-    assert len(asked) == (QUICK.attempts if transient else 1)
+    assert len(asked) == (QUICK.attempts if error in OUTAGES else 1)
     assert len(scored) == 2
 
 

@@ -23,6 +23,7 @@ from dspy_combee.learners.delta_merge import (
     has_rival_updates,
     unite_deltas,
 )
+from dspy_combee.learners.instruction import to_node
 from dspy_combee.playbook import Playbook, PlaybookError, Refused
 from dspy_combee.playbook.bullets import bare_id
 from dspy_combee.playbook.deltas import Delta, check_delta, delta_from
@@ -275,15 +276,5 @@ def _node(
     error: str | None = None,
     refused: tuple[Refused, ...] = (),
 ) -> CuratorNode:
-    return CuratorNode(
-        id=node_call.id,
-        component=node_call.task.component,
-        inputs=node_call.inputs,
-        output=output,
-        prompt=result.prompt,
-        raw_output=result.raw_output,
-        seconds=result.seconds,
-        usage=result.usage,
-        error=error,
-        refused=refused,
-    )
+    node = to_node(node_call, replace(result, value=output, error=error))
+    return CuratorNode(**vars(node), refused=refused)

@@ -16,7 +16,7 @@ AGGREGATORS: dict[str, Callable[[], Aggregator]] = {
 
 
 def resolve_aggregator(aggregator: str | Aggregator) -> Aggregator:
-    """The aggregator of that name, or the one given.
+    """Return the aggregator of that name, or the one given.
 
     Raises:
         ValueError: If no aggregator has that name.

@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 def default_num_groups(n: int) -> int:
-    """The paper's k = floor(sqrt(n)) (section 3.1), and 1 where n < 4."""
+    """Return the paper's k = floor(sqrt(n)) (section 3.1); 1 where n < 4."""
     return max(1, math.isqrt(n))
 
 
 def effective_duplication(duplication_factor: int, num_groups: int) -> int:
-    """The p that k groups can carry: the copies of a record go to different groups, never to all."""
+    """Return the p that k groups can carry: the copies of a record go to different groups, never to all."""
     return max(1, min(duplication_factor, num_groups - 1))
 
 
