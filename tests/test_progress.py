@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dspy_combee.runs import progress
-from dspy_combee.runs.progress import ProgressLine
+from dspy_combee.runs import scope
+from dspy_combee.runs.scope import ProgressLine
 
 from . import playbook_lessons
 from .lessons import learn, learning_lm
@@ -163,7 +163,7 @@ def bars(monkeypatch):
         made.append(Bar(**options))
         return made[-1]
 
-    monkeypatch.setattr(progress, "tqdm", make)
+    monkeypatch.setattr(scope, "tqdm", make)
     return made
 
 
@@ -239,4 +239,4 @@ def test_a_notebook_is_no_terminal_and_shows_it_all_the_same(bars, monkeypatch, 
 def test_the_bar_is_the_one_that_knows_notebooks():
     import tqdm.auto
 
-    assert progress.tqdm is tqdm.auto.tqdm
+    assert scope.tqdm is tqdm.auto.tqdm

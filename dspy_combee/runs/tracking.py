@@ -127,6 +127,7 @@ class StepTracking:
     def __init__(self, options: TrackingOptions, num_examples: int) -> None:
         self.options = options
         self.num_examples = num_examples
+        self.is_wanted = options.use_mlflow or options.use_wandb
         self._attached = options.use_wandb and bool(options.more.get("wandb_attach_existing", has_wandb_run()))
         self._is_open = False
         self._offsets: list[tuple[Tracker, int]] | None = None
@@ -138,7 +139,7 @@ class StepTracking:
         A search alone needs none: gepa opens its own.
         """
         options = self.options
-        if not (options.use_mlflow or options.use_wandb):
+        if not self.is_wanted:
             yield
             return
         init = dict(options.wandb_init_kwargs or {})
