@@ -82,7 +82,9 @@ def test_a_killed_run_goes_on_as_if_unbroken(phase, unbroken, tmp_path):
     assert program.detailed_results.spent.to_dict() == spent
     assert [step.iteration for step in program.detailed_results.steps] == [1, 2, 3, 4, 5, 6]
     # What the steps before had asked is not asked again.
-    assert len(lm.calls) == calls - saved["reflection"]["calls"] - sum(u["calls"] for u in saved["spent"]["usage_by_phase"].values())
+    assert len(lm.calls) == calls - saved["reflection"]["calls"] - sum(
+        u["calls"] for u in saved["spent"]["usage_by_phase"].values()
+    )
 
 
 def test_a_finished_run_costs_nothing_more(tmp_path):
