@@ -27,7 +27,7 @@ from dspy_combee.records.types import ProposalNode, Reduction, ReflectionRecord
 from dspy_combee.reduce.tree import NodeCall, ReductionTask
 from dspy_combee.report.step_log import StepLog
 from dspy_combee.rollouts.feedback import Scorer
-from dspy_combee.runs.adapter import CombeeAdapter
+from dspy_combee.rollouts.map import MapStage, ProgramCopier
 from dspy_combee.testing import Prompt, ScriptedLM
 
 # Processor time of a rollout --------------------------------------------------------------------------------
@@ -94,9 +94,8 @@ def rollout_cost(program: Any, num_examples: int, rounds: int, num_threads: int 
     examples = [
         dspy.Example(question=f"question {i}: {'word ' * 100}").with_inputs("question") for i in range(num_examples)
     ]
-    adapter = CombeeAdapter(program, Scorer(_metric), ThreadExecutor(num_threads))
+    stage = MapStage(ProgramCopier(program), Scorer(_metric), ThreadExecutor(num_threads))
     evaluate = dspy.Evaluate(devset=examples, metric=_metric, num_threads=num_threads, display_progress=False)
-    candidate = adapter.seed_candidate()
     lm = ScriptedLM([], default=_reply)
 
     def timed(function: Callable[[], Any]) -> float:
@@ -108,7 +107,7 @@ def rollout_cost(program: Any, num_examples: int, rounds: int, num_threads: int 
     pairs = []
     with quiet(), dspy.context(lm=lm):
         for _ in range(rounds + 1):
-            ours = timed(lambda: adapter.batch_evaluate([(candidate, examples)], capture_traces=True))
+            ours = timed(lambda: stage.run([(program, examples)]))
             pairs.append((ours, timed(lambda: evaluate(program))))
     warm = pairs[1:]
     return RolloutCost(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import dspy
 
 from dspy_combee.calls.guard import GuardedCalls
-from dspy_combee.calls.structured import ask
+from dspy_combee.calls.lm_calls import ask
 from dspy_combee.learners.learner import Learner, LearnerTools, Proposal
 from dspy_combee.records.errors import OutOfBudgetError
 from dspy_combee.records.types import Usage

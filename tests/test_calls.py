@@ -1,5 +1,6 @@
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import dspy
 import pytest
@@ -15,7 +16,7 @@ from dspy_combee.calls.lm_calls import (
     UnusableReplyError,
     call_lm,
     check_reply,
-    hearing,
+    collect_history,
     json_part,
     usage_of,
 )
@@ -316,11 +317,43 @@ def test_the_prompt_of_the_last_call_is_kept_as_text():
     assert "[user]\n[[ ## current ## ]]\nAnswer." in result.prompt
 
 
+OFF = {"disable_history": True, "max_history_size": 0}
+
+
 @pytest.mark.parametrize("settings", [{"disable_history": True}, {"max_history_size": 0}, {}])
 def test_the_users_history_settings_do_not_hide_the_reply(settings):
     lm = ScriptedLM(default=Reply(GOOD_JSON, finish_reason="length"))
     with dspy.context(**settings):
-        assert call_lm(propose, lm, FIELDS).value is None
+        result = call_lm(propose, lm, FIELDS)
+    assert (result.value, result.usage.calls, result.usage.output_tokens > 0) == (None, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "global_entries", "entries"),
+    [
+        (OFF, 0, 0),
+        ({"disable_history": True}, 0, 0),
+        ({"max_history_size": 0}, 50, 0),
+        ({"max_history_size": 7}, 50, 7),
+        ({}, 50, 50),
+    ],
+    ids=str,
+)
+def test_dspy_keeps_no_more_history_than_the_user_wants(settings, global_entries, entries, monkeypatch):
+    kept = []
+    monkeypatch.setattr("dspy.clients.base_lm.GLOBAL_HISTORY", kept)
+    lm, outer, inner = ScriptedLM(default=GOOD_JSON), dspy.Predict(Propose), dspy.Predict(Propose)
+    inner.lm = lm
+
+    def call(_):
+        with dspy.context(caller_modules=[outer], adapter=StrictJSONAdapter(), **settings):
+            return call_lm(lambda: inner(current="Answer.").new_instruction, lm, FIELDS)
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(call, range(50)))
+    assert {result.value for result in results} == {GOOD}
+    assert {result.usage.calls for result in results} == {1}
+    assert [len(kept), *(len(owner.history) for owner in (lm, outer, inner))] == [global_entries, *[entries] * 3]
 
 
 def test_usage_tracking_and_callbacks_of_the_user_hold_inside():
@@ -335,11 +368,11 @@ def test_usage_tracking_and_callbacks_of_the_user_hold_inside():
     assert len(started) == 1
 
 
-def test_hearing_tells_what_the_calls_inside_took():
+def test_collect_history_tells_what_the_calls_inside_took():
     lm = ScriptedLM(default="12345678")
     with dspy.context(lm=lm):
         heard = []
-        with hearing(heard):
+        with collect_history(heard):
             value = ask() + ask()
         usage = usage_of(heard)
     assert value == "12345678" * 2
@@ -353,7 +386,7 @@ def test_hearing_tells_what_the_calls_inside_took():
 )
 def test_calls_that_dspy_keeps_no_history_of_are_heard_too(settings, tokens):
     heard = []
-    with dspy.context(lm=ScriptedLM(default="12345678"), **settings), hearing(heard):
+    with dspy.context(lm=ScriptedLM(default="12345678"), **settings), collect_history(heard):
         ask()
         asyncio.run(dspy.settings.lm.acall("Write an instruction."))
         with pytest.raises(LMRateLimitError):

@@ -49,6 +49,7 @@ def test_the_first_step_is_cold_and_the_sizes_are_timed_in_turn(caplog):
         result = controlled(max_metric_calls=500, n_val=7, gepa_kwargs=stop_after(6))
     first, *_, fifth = result.steps[:5]
     assert profiled(result) == [5, 5, 10, 20]
+    assert result.spent.metric_calls_in("profiling") == 2 * sum(profiled(result)) <= (500 - 7) / 4
     assert [step.seconds for step in result.steps[:4]] == [step_seconds(n) for n in (5, 5, 10, 20)]
     assert fifth.fit.medians == tuple((n, step_seconds(n)) for n in (5, 10, 20))
     assert fifth.n == 40
@@ -63,15 +64,6 @@ def test_the_first_step_is_cold_and_the_sizes_are_timed_in_turn(caplog):
     line = next(message for message in caplog.messages if message.startswith("Step 1: n = 5 took"))
     assert f"{first.epoch_seconds(400):.3g} s" in line
     assert f"{first.epoch_seconds(400, with_validation=True):.3g} s with validation" in line
-
-
-@pytest.mark.parametrize("budget", [325, 500, 645, 700])
-def test_profiling_takes_at_most_a_quarter_of_the_budget(budget):
-    result = controlled(max_metric_calls=budget)
-    rollouts = result.spent.metric_calls_in("profiling")
-    assert rollouts == 2 * sum(profiled(result))
-    assert 0 < rollouts <= (budget - 5) / 4
-    assert {5, 20} <= set(profiled(result)) or budget < 365
 
 
 def test_a_budget_too_small_to_profile_fixes_n_and_the_log_says_so(caplog):

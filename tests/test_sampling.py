@@ -105,13 +105,6 @@ def test_minibatches_are_distinct_full_and_without_replacement_whatever_n_does(n
         assert max(counts.values()) - min(counts.values()) <= 1, "no example comes twice before another comes once"
 
 
-def test_minibatches_straddle_epochs():
-    first, second, third = draw(sampler(5, 3), 5, 3)
-    assert len({*first, *second}) == 5, "the second takes the two that were left, and one of the next epoch"
-    assert len(second) == len(third) == 3
-    assert len({*second[2:], *third}) == 4
-
-
 def test_epochs_are_shuffled_anew_and_by_the_seed():
     first, second = draw(sampler(30, 30), 30, 2)
     assert first != second
@@ -183,19 +176,6 @@ def loader(num_examples):
 def tasks_of(strategy, drawer, num_examples, i=0, spent=0):
     sampling = BudgetedSampling(strategy, drawer.budget)
     return sampling.sample_tasks(state(i, spent), Anyone(), drawer, loader(num_examples))
-
-
-@each_strategy
-@given(st.integers(1, 30), st.integers(1, 20), st.integers(1, 30), st.integers(0, 200))
-def test_a_step_costs_no_more_than_is_left_and_makes_a_proposal(strategy, num_examples, num_validation, n, left):
-    limits = {"max_metric_calls": 2 * num_validation + 2 + left, "tasks_per_step": tasks_per_step(strategy)}
-    drawer = sampler(num_examples, n, num_validation=num_validation, **limits)
-    tasks = tasks_of(strategy, drawer, num_examples, spent=num_validation)
-    assert tasks
-    assert all(task.minibatch_ids for task in tasks)
-    cost = sum(2 * len(task.minibatch_ids) + num_validation for task in tasks)
-    assert num_validation + cost <= limits["max_metric_calls"]
-    assert drawer.drawn == sum(len(task.minibatch_ids) for task in tasks)
 
 
 @each_strategy

@@ -1,7 +1,7 @@
 """One reflection-LM call: judged on the raw reply, retried once, accounted for.
 
-A parser that means well turns half a JSON object, a list or an open think tag into an instruction. So the raw
-reply decides here: it must have ended by itself, and where a JSON object was asked for, hold a whole one.
+A lenient parser turns half a JSON object, a list or an open think tag into an instruction. So the raw reply decides
+here: it must have ended by itself and, if a JSON object was asked for, hold a whole one.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import dspy
 from dspy.adapters.json_adapter import JSONAdapter
+from dspy.clients import base_lm
 from dspy.utils.callback import BaseCallback
 from dspy.utils.exceptions import LMError
+from pydantic import BaseModel, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from dspy_combee.calls.provider_errors import is_refusal, may_pass
 from dspy_combee.records.errors import ProviderError
@@ -30,9 +32,12 @@ T = TypeVar("T")
 
 ATTEMPTS = 2
 
-_METERING = threading.Lock()
+_METER_LOCK = threading.Lock()
+_HISTORY_LOCK = threading.Lock()
+# With a small limit, threads that append to one history at a time may pop from an empty list.
+_FORCED_SIZE = 100
 
-# Only what a reply begins with is thinking; a tag further on is part of what it says.
+# Only a think tag that begins a reply is thinking; a later one is part of the text.
 _THINKING = re.compile(r"(?:\s*<think(?:ing)?>.*?</think(?:ing)?>)+", re.DOTALL | re.IGNORECASE)
 _OPEN_THINKING = re.compile(r"\s*<think(?:ing)?>", re.IGNORECASE)
 _OBJECT = re.compile(r'\{\s*"')
@@ -40,84 +45,56 @@ _CUT_OFF = {"length", "max_tokens", "incomplete", "content_filter", "error"}
 
 
 class MisuseError(TypeError):
-    """What the user gave to make the calls does not do what it must, so that no second attempt can mend it."""
+    """Report that an object of the user's that makes the calls breaks its contract, so that a retry cannot help."""
 
 
 class UnusableReplyError(ValueError):
-    """The reply of a language model cannot be used; the message says why."""
+    """Report why the reply of a language model cannot be used."""
 
 
 @dataclass(frozen=True)
 class LMCallResult:
-    """What a reflection-LM call gave and what it took.
-
-    Attributes:
-        value: What the call returned; None when both attempts failed.
-        error: Why both attempts failed; None when one did not.
-        prompt: The chat messages of the last LM call, as text.
-        raw_output: The reply of the last LM call.
-        seconds: Wall time of the attempts together.
-        usage: What the LM calls of the attempts took.
-    """
+    """Hold what a reflection-LM call returned and used."""
 
     value: Any
+    """What the call returned; None if both attempts failed."""
     error: str | None
+    """Why both attempts failed; None if one did not."""
     prompt: str
+    """The chat messages of the last LM call, as text."""
     raw_output: str
+    """The reply of the last LM call."""
     seconds: float
+    """Wall time of both attempts."""
     usage: Usage
-
-
-class _Ear(BaseCallback):
-    """Stands among the modules that a call is made in, where DSPy keeps a history; else it is a callback."""
-
-    def __init__(self, heard: list[Mapping[str, Any]]) -> None:
-        self.heard = heard
-
-    @property
-    def history(self) -> _Ear:
-        return self
-
-    def __len__(self) -> int:
-        return 0  # DSPy drops the oldest entry of what has max_history_size of them.
-
-    def append(self, entry: Mapping[str, Any]) -> None:
-        self.heard.append(entry)
-
-    def on_lm_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
-        """A call of which nothing else is known, such as its cost."""
-        if exception is None:
-            self.heard.append({})
+    """Usage of the LM calls of both attempts."""
 
 
 def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | Mapping[str, type] = ()) -> LMCallResult:
     """Run `function`, which calls the LM in force, until its reply can be used, at most twice.
 
     Args:
-        function: Makes the call through DSPy and returns the text it is for.
-        lm: The reflection LM. The second attempt goes past DSPy's cache.
-        json_fields: Where the reply must be a JSON object: the names one of which it must hold, as text. Or a
-            mapping from names to types: the object must hold them all, each of its type and be it empty, and
-            `function` may return anything.
-
-    Returns:
-        The text (or what `function` returned), or the error of the last attempt, with what both attempts took.
+        function: Makes the call through DSPy and returns the text that was asked for.
+        lm: The reflection LM. The second attempt bypasses DSPy's cache.
+        json_fields: Names of which the reply, a JSON object, must hold one, as text. Or a mapping from names to
+            types: the object must hold every name with a value of its type, which may be empty, and `function` may
+            return anything. By default the reply is no JSON.
 
     Raises:
-        ProviderError: If the provider refuses the call for good (authentication, billing, configuration), or, as
-            a transient one, if it turns the call away or cannot be reached.
-        MisuseError: If `function` does.
+        ProviderError: If the provider refuses the call for good (authentication, billing, configuration), or, marked
+            as transient, if it rejects the call for now or cannot be reached.
+        MisuseError: If `function` raises it.
     """
     started = time.perf_counter()
     history: list[Mapping[str, Any]] = []
-    unrecorded, value, error = 0, None, None
+    failed_calls, value, error = 0, None, None
     for attempt in range(ATTEMPTS):
-        heard: list[Mapping[str, Any]] = []
+        entries: list[Mapping[str, Any]] = []
         attempt_lm = lm if attempt == 0 else lm.copy(cache=False)
         try:
-            with dspy.context(lm=attempt_lm, **audible()), hearing(heard):
+            with dspy.context(lm=attempt_lm), collect_history(entries, force=True):
                 text = function()
-            _check_replies(heard, json_fields)
+            _check_replies(entries, json_fields)
             value, error = text if isinstance(json_fields, Mapping) else _check_text(text, json_fields), None
         except MisuseError:
             raise
@@ -125,10 +102,10 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
             if is_refusal(failure):
                 raise ProviderError(f"The reflection LM refused the call: {shorten(str(failure))}") from failure
             if may_pass(failure):
-                raise _unreachable(failure, usage_of([*history, *heard])) from failure
-            error = _cause(failure, heard, json_fields)
-            unrecorded += isinstance(failure, LMError)
-        history.extend(heard)
+                raise _unreachable(failure, usage_of([*history, *entries])) from failure
+            error = _reason(failure, entries, json_fields)
+            failed_calls += isinstance(failure, LMError)
+        history.extend(entries)
         if error is None:
             break
     last: Mapping[str, Any] = history[-1] if history else {}
@@ -138,7 +115,7 @@ def call_lm(function: Callable[[], Any], lm: Any, json_fields: Sequence[str] | M
         prompt=hide_own_secrets(_render_messages(last)),
         raw_output=hide_own_secrets("\n".join(_texts(last))),
         seconds=time.perf_counter() - started,
-        usage=usage_of(history) + Usage(calls=unrecorded),
+        usage=usage_of(history) + Usage(calls=failed_calls),
     )
 
 
@@ -149,48 +126,158 @@ def _unreachable(failure: Exception, usage: Usage) -> ProviderError:
     return error
 
 
-def _cause(
-    failure: Exception, history: Sequence[Mapping[str, Any]], json_fields: Sequence[str] | Mapping[str, type]
+def _reason(
+    failure: Exception, entries: Sequence[Mapping[str, Any]], json_fields: Sequence[str] | Mapping[str, type]
 ) -> str:
-    """Why an attempt failed: what is wrong with the raw reply, where that is wrong, tells more than the parser."""
+    """Say why an attempt failed: a fault of the raw reply, if it has one, explains more than the parser's error."""
     try:
-        _check_replies(history, json_fields)
+        _check_replies(entries, json_fields)
     except UnusableReplyError as complaint:
         failure = complaint
     return f"{type(failure).__name__}: {shorten(str(failure))}"
 
 
-def audible() -> dict[str, Any]:
-    """Settings under which `hearing` hears the calls of one task, and DSPy keeps hardly more than the user wants."""
-    wanted = 0 if dspy.settings.disable_history else dspy.settings.max_history_size
-    return {"disable_history": False, "max_history_size": max(100, wanted)}
+def ask(
+    predictor: Any, inputs: Mapping[str, Any], lm: Any, types: Mapping[str, type], meter: UsageMeter
+) -> LMCallResult:
+    """Make one call with a `dspy.Predict` and `StrictJSONAdapter`; the value of the result is the prediction.
+
+    Args:
+        predictor: The `dspy.Predict`.
+        inputs: Its inputs, safe for a prompt (`records.text.as_data`).
+        lm: The reflection LM.
+        types: The fields that the reply must hold, and their types.
+        meter: Counts what the call used.
+
+    Raises:
+        ProviderError: As in `call_lm`.
+    """
+
+    def predict() -> Any:
+        with dspy.context(adapter=StrictJSONAdapter()):
+            return predictor(**hide_own_secrets(dict(inputs)))
+
+    try:
+        result = call_lm(predict, lm, types)
+    except ProviderError as error:
+        meter.add(error.usage or Usage())
+        raise
+    meter.add(result.usage)
+    return result
+
+
+class AsGiven(BaseModel):
+    """Keep an item of a reply as it was given, valid or not, while the prompt shows the schema of the subclass."""
+
+    _given: Any = PrivateAttr(default=None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, value: Any, handler: ModelWrapValidatorHandler[AsGiven]) -> AsGiven:
+        made = cls.model_construct()
+        made._given = value
+        return made
+
+    @property
+    def given(self) -> Any:
+        """Return the item as it stood in the reply."""
+        return self._given
+
+
+# History and usage --------------------------------------------------------------------------------------------
+
+
+class _HistoryCollector(BaseCallback):
+    """Collect the history entry of every LM call made in a block.
+
+    DSPy appends entries to the `history` of the LM and of each active module, so this poses as a module. With `forced`
+    it also notes them all (the LMs as a callback), to make their histories short again in the end.
+    """
+
+    def __init__(self, entries: list[Mapping[str, Any]], forced: bool) -> None:
+        self.entries = entries
+        self.forced = forced
+        self.owners: dict[int, Any] = {}
+
+    @property
+    def history(self) -> _HistoryCollector:
+        return self
+
+    def __len__(self) -> int:
+        return 0  # DSPy drops the oldest entry of a full history; this one is never full.
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        self.entries.append(entry)
+        if self.forced:
+            self.owners.update((id(module), module) for module in dspy.settings.caller_modules)
+
+    def on_lm_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
+        self.owners[id(instance)] = instance
+
+    def restore_limits(self, size: int, is_disabled: bool) -> None:
+        """Leave in the histories of LMs and modules what DSPy would have with `max_history_size=size`."""
+        histories = [owner.history for owner in self.owners.values() if isinstance(owner.history, list)]
+        with _HISTORY_LOCK:
+            for history in [*histories, base_lm.GLOBAL_HISTORY] if is_disabled else histories:
+                if size:
+                    del history[:-size]
+                for entry in [] if size else self.entries:
+                    with suppress(ValueError):  # It is not there: DSPy has dropped it.
+                        history.remove(entry)
+
+
+class _CallCounter(BaseCallback):
+    """Add an empty entry for every LM call that returns."""
+
+    def __init__(self, entries: list[Mapping[str, Any]]) -> None:
+        self.entries = entries
+
+    def on_lm_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
+        if exception is None:
+            self.entries.append({})
 
 
 @contextmanager
-def hearing(history: list[Mapping[str, Any]]) -> Iterator[None]:
-    """While this lasts, the language-model calls that are made inside are added to `history`.
+def collect_history(entries: list[Mapping[str, Any]], force: bool = False) -> Iterator[None]:
+    """Append DSPy's history entry of every LM call made in the block to `entries`.
 
-    Where DSPy's history is turned off (`disable_history`), an empty entry is, which stands for a call of unknown cost.
+    Where the user has turned the history off (`disable_history` or `max_history_size=0`) an entry is empty, and
+    stands for a call of unknown cost, unless `force` is set.
+
+    Args:
+        entries: Takes the entries.
+        force: Turn the history on in the block if it is off. When the block ends, DSPy's histories keep no more than
+            under the user's settings.
     """
-    # DSPy adds each call to the `history` of every module that it was made in.
-    place = "caller_modules"
-    if dspy.settings.disable_history or dspy.settings.max_history_size == 0:
-        place = "callbacks"
-    listening = {place: [*(dspy.settings.get(place) or []), _Ear(history)]}
-    # The caller's trace would keep all that these calls were shown, 10,000 of them.
-    with dspy.context(trace=[], **listening):
-        yield
+    is_disabled = dspy.settings.disable_history
+    size = 0 if is_disabled else dspy.settings.max_history_size
+    force = force and size < _FORCED_SIZE
+    collector = _HistoryCollector(entries, force)
+    settings: dict[str, Any] = {"trace": []}  # The caller's own would keep the inputs of all of these calls.
+    if force or size:
+        settings["caller_modules"] = [*(dspy.settings.caller_modules or []), collector]
+    if force or not size:
+        callback = collector if force else _CallCounter(entries)
+        settings["callbacks"] = [*(dspy.settings.callbacks or []), callback]
+    if force:
+        settings |= {"disable_history": False, "max_history_size": _FORCED_SIZE}
+    try:
+        with dspy.context(**settings):
+            yield
+    finally:
+        if force:
+            collector.restore_limits(size, is_disabled)
 
 
-def usage_of(history: Sequence[Mapping[str, Any]]) -> Usage:
-    """What the calls of a DSPy history took."""
-    return sum((_entry_usage(entry) for entry in history), Usage())
+def usage_of(entries: Sequence[Mapping[str, Any]]) -> Usage:
+    """Add up the usage of the calls of a DSPy history."""
+    return sum((_entry_usage(entry) for entry in entries), Usage())
 
 
 def _entry_usage(entry: Mapping[str, Any]) -> Usage:
     usage = entry.get("usage") or {}
     if not usage and _was_metered(entry.get("response")):
-        return Usage(calls=1, cache_hits=1)  # It shows the cost of the call that filled the cache; it had none.
+        return Usage(calls=1, cache_hits=1)  # Its entry shows the cost of the call that filled the cache.
     cost = entry.get("cost")
     return Usage(
         calls=1,
@@ -201,7 +288,7 @@ def _entry_usage(entry: Mapping[str, Any]) -> Usage:
 
 
 def _was_metered(response: Any) -> bool:
-    """Whether the reply came with token counts once: an entry without usage is then a cache hit."""
+    """Tell whether the reply once came with token counts: an entry without usage is then a cache hit."""
     if _get(response, "cache_hit"):
         return True
     replies = response if isinstance(response, list | tuple) else [response]
@@ -210,29 +297,32 @@ def _was_metered(response: Any) -> bool:
 
 
 class UsageMeter:
-    """Adds up usage from several threads."""
+    """Add up usage from several threads."""
 
     def __init__(self) -> None:
         self.usage = Usage()
 
     def add(self, usage: Usage) -> None:
-        """Add what a call took."""
-        with _METERING:
+        """Add the usage of a call."""
+        with _METER_LOCK:
             self.usage = self.usage + usage
 
     def take(self) -> Usage:
-        """What was added since this was last asked."""
-        with _METERING:
+        """Return the usage so far, and start again from zero."""
+        with _METER_LOCK:
             usage, self.usage = self.usage, Usage()
         return usage
 
     def get_state(self) -> Usage:
-        """What a resumed run needs to go on counting."""
+        """Return what a resumed run needs to go on counting."""
         return self.usage
 
     def set_state(self, state: Usage) -> None:
         """Go on from the count of another run."""
         self.usage = state
+
+
+# Judging a reply -----------------------------------------------------------------------------------------------
 
 
 def _check_text(text: Any, json_fields: Sequence[str]) -> str:
@@ -243,27 +333,22 @@ def _check_text(text: Any, json_fields: Sequence[str]) -> str:
     return str(hide_own_secrets(repair(text.strip())))
 
 
-def _check_replies(history: Sequence[Mapping[str, Any]], json_fields: Sequence[str] | Mapping[str, type]) -> None:
-    for entry in history:
+def _check_replies(entries: Sequence[Mapping[str, Any]], json_fields: Sequence[str] | Mapping[str, type]) -> None:
+    for entry in entries:
         reasons = _CUT_OFF & _finish_reasons(entry.get("response"))
         if reasons:
             raise UnusableReplyError(f"the reply was cut off (finish reason {sorted(reasons)[0]!r})")
-    # Without JSON, DSPy asks again in JSON when it cannot read a reply: only the last one counts then.
-    for entry in history if json_fields else history[-1:]:
+    # Without JSON, DSPy asks again in JSON if it cannot parse a reply: then only the last one counts.
+    for entry in entries if json_fields else entries[-1:]:
         for text in _texts(entry) or [""]:
             check_reply(text, json_fields)
 
 
 def check_reply(text: str, json_fields: Sequence[str] | Mapping[str, type] = ()) -> None:
-    """Refuse a raw reply that is empty, left open, or not the JSON object that was asked for.
-
-    Args:
-        text: The raw reply.
-        json_fields: Names one of which the JSON object must hold as a text that is not blank; none: any text. Or
-            names with types: the JSON object must hold them all.
+    """Check that a raw reply is whole, not empty, and the JSON object that was asked for (as in `call_lm`).
 
     Raises:
-        UnusableReplyError: Saying what is wrong.
+        UnusableReplyError: If it is not; the message says why.
     """
     if not json_fields:
         _without_thinking(text)
@@ -302,11 +387,11 @@ def _without_thinking(reply: str) -> str:
 
 
 def json_part(reply: str, names: Sequence[str]) -> str:
-    """The JSON object of a reply, which may stand after thinking, in prose and in a code fence.
+    """Extract the JSON object of a reply, which may stand after thinking, in prose and in a code fence.
 
     Args:
         reply: The raw reply.
-        names: Names that the object may hold; a second object with one of them is a second answer.
+        names: Field names of the object; a second object with one of them is a second answer.
 
     Raises:
         UnusableReplyError: If there is no whole JSON object, or it is not clear which one is meant.
@@ -331,10 +416,10 @@ def json_part(reply: str, names: Sequence[str]) -> str:
 
 
 class StrictJSONAdapter(JSONAdapter):
-    """A `JSONAdapter` that mends nothing, and that thinking or prose around the JSON object does not confuse."""
+    """Parse replies as `JSONAdapter` does, but repair nothing, and ignore thinking and prose around the JSON object."""
 
     def parse(self, signature: Any, completion: str) -> dict[str, Any]:
-        """The output fields of a reply."""
+        """Return the output fields of a reply."""
         part = json_part(hide_own_secrets(completion), tuple(signature.output_fields))
         fields = super().parse(signature, part)
         return {name: repair(value) if isinstance(value, str) else value for name, value in fields.items()}
@@ -345,7 +430,7 @@ def _get(value: Any, name: str) -> Any:
 
 
 def _finish_reasons(response: Any) -> set[str]:
-    """The finish reasons of a history entry's response: DSPy's own form, or a provider's."""
+    """Collect the finish reasons of a history entry's response, in DSPy's own form or a provider's."""
     replies = response if isinstance(response, list | tuple) else (_get(response, "choices") or [response])
     reasons = {_get(reply, "finish_reason") for reply in replies} | {_get(response, "status")}
     return {reason for reason in reasons if isinstance(reason, str)}

@@ -14,8 +14,7 @@ import dspy
 from pydantic import Field
 
 from dspy_combee.calls.guard import CallGuard, late_reason
-from dspy_combee.calls.lm_calls import LMCallResult, UsageMeter
-from dspy_combee.calls.structured import AsGiven, ask
+from dspy_combee.calls.lm_calls import AsGiven, LMCallResult, UsageMeter, ask
 from dspy_combee.learners.delta_merge import (
     DecisionReader,
     covering_bullets,

@@ -10,8 +10,7 @@ import dspy
 from pydantic import Field
 
 from dspy_combee.calls.guard import GuardedCalls, late_reason
-from dspy_combee.calls.lm_calls import UsageMeter
-from dspy_combee.calls.structured import AsGiven, ask
+from dspy_combee.calls.lm_calls import AsGiven, UsageMeter, ask
 from dspy_combee.playbook.records import LESSON_FIELDS, Reflection
 from dspy_combee.records.text import as_data, as_text, repair
 

@@ -17,7 +17,7 @@ from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.utils.exceptions import AdapterParseError
 
 from dspy_combee.calls.executors import Executor
-from dspy_combee.calls.lm_calls import UsageMeter, hearing, usage_of
+from dspy_combee.calls.lm_calls import UsageMeter, collect_history, usage_of
 from dspy_combee.calls.provider_errors import is_outage, is_refusal
 from dspy_combee.records.errors import ProviderError
 from dspy_combee.records.secrets import shorten
@@ -250,7 +250,7 @@ class RecordMaker:
         own_trace = [(call.predictor, dict(call.inputs), call.outputs)]
         heard: list[Mapping[str, Any]] = []
         try:
-            with hearing(heard):  # The metric may ask a language model.
+            with collect_history(heard):  # The metric may ask a language model.
                 result = self.scorer.metric(
                     rollout.example, rollout.prediction, program_trace(rollout), request.component, own_trace
                 )

@@ -30,7 +30,7 @@ from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.utils.exceptions import AdapterParseError
 
 from dspy_combee.calls.executors import Executor, ThreadExecutor
-from dspy_combee.calls.lm_calls import UsageMeter, hearing, usage_of
+from dspy_combee.calls.lm_calls import UsageMeter, collect_history, usage_of
 from dspy_combee.calls.remote import dumps, loads, pack, sendable
 from dspy_combee.records.errors import ProviderError
 from dspy_combee.records.secrets import keeping_secret, secrets_of, shorten
@@ -154,7 +154,7 @@ class _RunFunction:
         run.heard.clear()
         run.thread = threading.get_ident()
         try:
-            with keeping_secret(self._secrets), hearing(run.heard):  # The metric may ask a language model too.
+            with keeping_secret(self._secrets), collect_history(run.heard):  # The metric may ask a language model too.
                 rollout = self._scored(run)
         except ProviderError:
             self.stage.aborted_usage.add(usage_of(run.heard))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import dspy
 import gepa
 from gepa.core.data_loader import ensure_loader
 from gepa.core.state import GEPAState
@@ -23,7 +22,7 @@ from gepa.proposer.reflective_mutation.reflection_lm import ReflectionProposal
 from gepa.strategies.eval_policy import EvaluationPolicy, FullEvaluationPolicy
 
 from dspy_combee.calls.guard import GuardedCalls
-from dspy_combee.calls.lm_calls import audible, hearing, usage_of
+from dspy_combee.calls.lm_calls import collect_history, usage_of
 from dspy_combee.controller.batch_size import resolve_sizer
 from dspy_combee.controller.sampling import Budget, BudgetedSampling, EpochSampler, resolve_selector, tasks_per_step
 from dspy_combee.learners.instruction import Candidate, CombeeProposer, InstructionLearner, Job, to_proposal
@@ -380,15 +379,15 @@ class _CodeCalls(GuardedCalls[Job, dict[str, str]]):
         self.adapter = adapter
 
     def __call__(self, job: Job, /) -> dict[str, str]:
-        heard: list[Mapping[str, Any]] = []
+        entries: list[Mapping[str, Any]] = []
         try:
-            with dspy.context(**audible()), hearing(heard):
+            with collect_history(entries, force=True):
                 return self.adapter.propose_code(*job)
         except Exception as error:
             raise_if_provider(error)  # Here, where the executor sees what may pass.
             raise
         finally:
-            self.adapter.scope.guard.meter.add(usage_of(heard))
+            self.adapter.scope.guard.meter.add(usage_of(entries))
 
 
 def search_budget(
