@@ -48,7 +48,7 @@ NO_VALSET = (
 
 
 class CombeeOptimizer(dspy.GEPA):
-    """`dspy.GEPA` with the reflection of Combee: large minibatches, no lost lessons.
+    """Optimize as `dspy.GEPA` does, with the reflection of Combee: lessons from large minibatches.
 
     In each step the program runs on n examples in a thread pool (Map), every reflection record is duplicated and
     dealt into k groups (Shuffle), one reflection-LM call per group proposes an instruction and the proposals are
@@ -353,7 +353,7 @@ class CombeeOptimizer(dspy.GEPA):
         return total // 2 if total is not None and trainset else total
 
     def budget_for(self, student: Any, trainset: Sequence[Any], valset: Sequence[Any] | None) -> int | None:
-        """The budget of a run in metric calls, by `dspy.GEPA`'s rules; None when it is `num_epochs`.
+        """Return the budget of a run in metric calls, by `dspy.GEPA`'s rules; None when it is `num_epochs`.
 
         Args:
             student: The program, whose components the `auto` budget counts.
@@ -391,7 +391,7 @@ def _refuse_double_options(duplication_factor: int, num_groups: int | None, aggr
 
 
 def _examples(name: str, examples: Any) -> Any:
-    """The examples as a list; one of gepa's data loaders as it is."""
+    """Return the examples as a list; one of gepa's data loaders as it is."""
     if examples is None or hasattr(examples, "all_ids"):
         return examples
     return [] if hasattr(examples, "__len__") and len(examples) == 0 else check_examples(name, examples)

@@ -35,7 +35,7 @@ from dspy_combee.traces import Trace
 
 
 class PlaybookOptimizer(Teleprompter):
-    """Grows a playbook of short bullets at the end of a program's instructions, from large minibatches.
+    """Grow a playbook of short bullets at the end of a program's instructions, from large minibatches.
 
     The base framework is ACE; its steps are made parallel as in Combee (paper, section 3). In each step, against one
     frozen playbook: the program runs on n examples in a thread pool (Map); one call per rollout and predictor reflects

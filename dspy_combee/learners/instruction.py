@@ -218,7 +218,7 @@ def to_node(node_call: NodeCall, result: LMCallResult) -> ProposalNode:
 
 
 def _record(item: Any) -> Any:
-    """A record as it is; a summary in the place of one in a record's form."""
+    """Return a record as it is, and a summary that stands in its place in a record's form."""
     return {"Feedback": item} if isinstance(item, str) else item
 
 

@@ -25,24 +25,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CombeeResult(RunReport, DspyGEPAResult):
-    """`dspy.GEPA`'s detailed results, with an account of each step.
-
-    Attributes:
-        steps: The steps of the run, in order; after a resume without `log_dir`'s `steps.jsonl`, those since.
-        batch_sizes: n of each step of the run, those before a resume included. Given as
-            `reflection_minibatch_size` it replays the run.
-        spent: What the run has spent, by phase.
+    """Hold `dspy.GEPA`'s detailed results, with an account of each step.
 
     Steps on collected traces come first (`StepRecord.from_traces`). Candidate 0 is then what they have taught, and
     where there was no search it is the only one: without a valset it has no score, `val_aggregate_scores` is empty.
     """
 
     steps: tuple[StepRecord, ...] = ()
+    """The steps of the run, in order; after a resume without `log_dir`'s `steps.jsonl`, those since."""
     batch_sizes: tuple[int, ...] = ()
+    """n of each step of the run, those before a resume included. Given as `reflection_minibatch_size` it replays the
+    run."""
     spent: Spent = field(default_factory=Spent)
+    """What the run has spent, by phase."""
 
     def provenance(self, component: str) -> list[Provenance]:
-        """The rewrites that led to a component's text in the best candidate, the last one first.
+        """Return the rewrites that led to a component's text in the best candidate, the last one first.
 
         Each says which examples' records fed it, and which reached no call that led to it.
 
@@ -64,7 +62,7 @@ class CombeeResult(RunReport, DspyGEPAResult):
 
     @property
     def repeated_proposals(self) -> int:
-        """Proposals that were not evaluated, because they had been before."""
+        """Count the proposals that were not evaluated, because they had been before."""
         return sum(step.reason.startswith(REPEATED) for step in self.steps)
 
     @staticmethod
@@ -94,7 +92,7 @@ class CombeeResult(RunReport, DspyGEPAResult):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """`dspy.GEPA`'s fields and ours as plain values that JSON takes."""
+        """Return `dspy.GEPA`'s fields and ours as plain values that JSON takes."""
         plain: dict[str, Any] = _plain(super().to_dict())
         plain["steps"] = _plain([step.to_dict() for step in self.steps])
         plain["batch_sizes"] = list(self.batch_sizes)
@@ -117,27 +115,23 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class PlaybookResult(RunReport):
-    """What a run of `PlaybookOptimizer` leaves behind.
-
-    Attributes:
-        playbooks: The playbook of each predictor in the program that was returned, with its reflection ids.
-        best_score: Its mean score on the validation examples; None without a valset.
-        steps: The steps of the run, in order; after a resume without `log_dir`'s `steps.jsonl`, those since.
-        batch_sizes: n of each step of the run, those before a resume included. Given as `minibatch_size` it
-            replays the run.
-        spent: What the run has spent, by phase.
-        best_step: The step after which the playbooks stood so; 0 for the start, None where that is not known.
-    """
+    """Hold what a run of `PlaybookOptimizer` leaves behind."""
 
     playbooks: Mapping[str, Playbook]
+    """The playbook of each predictor in the program that was returned, with its reflection ids."""
     best_score: float | None
+    """Its mean score on the validation examples; None without a valset."""
     steps: tuple[PlaybookStep, ...]
+    """The steps of the run, in order; after a resume without `log_dir`'s `steps.jsonl`, those since."""
     batch_sizes: tuple[int, ...]
+    """n of each step of the run, those before a resume included. Given as `minibatch_size` it replays the run."""
     spent: Spent
+    """What the run has spent, by phase."""
     best_step: int | None = None
+    """The step after which the playbooks stood so; 0 for the start, None where that is not known."""
 
     def provenance(self, bullet_id: str, predictor: str | None = None) -> list[BulletProvenance]:
-        """The changes that led to a bullet, the last one first.
+        """Return the changes that led to a bullet, the last one first.
 
         Each says which reflections fed it, from which examples, and which examples of its step were lost.
 
@@ -163,7 +157,7 @@ class PlaybookResult(RunReport):
         return trace_bullet(steps, next(iter(found)), bullet_id)
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain values that JSON takes; playbooks in their text form."""
+        """Return the result as plain values that JSON takes; playbooks in their text form."""
         return {
             "playbooks": {name: playbook.to_text() for name, playbook in self.playbooks.items()},
             "best_score": self.best_score,
