@@ -93,7 +93,7 @@ def find_relations(deltas: Sequence[Delta], covered: Collection[int] = ()) -> li
     pairs = [
         (one, other)
         for (one, (words, telling)), (other, (other_words, other_telling)) in combinations(adds.items(), 2)
-        if len(words & other_words) >= RELATED * len(words | other_words) > 0
+        if (shared := len(words & other_words)) >= RELATED * (len(words) + len(other_words) - shared) > 0
         and (telling <= other_telling or other_telling <= telling)
     ]
     users: dict[str, list[int]] = {}
