@@ -67,7 +67,7 @@ def student():
         ({"aggregator": 3}, TypeError, "Aggregator"),
         ({"executor": "processes"}, ValueError, "threads"),
         ({"executor": 3}, TypeError, "Executor"),
-        ({"gepa_kwargs": {"reflection_strategy": CombeeProposer()}}, ValueError, "reflection_strategy"),
+        ({"gepa_kwargs": {"reflection_strategy": "combee"}}, ValueError, "reflection_strategy"),
         ({"gepa_kwargs": {"sampling_strategy": "pxn"}}, TypeError, "sampling_strategy"),
         ({"gepa_kwargs": {"sampling_strategy": PxNSampling}}, TypeError, "sampling_strategy"),
     ],
