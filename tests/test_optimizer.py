@@ -18,7 +18,6 @@ from gepa.strategies.proposal_sampling import PxNSampling
 from dspy_combee import (
     CombeeError,
     CombeeOptimizer,
-    CombeeProposer,
     ProviderError,
     ReflectionError,
     ThreadExecutor,
