@@ -356,6 +356,7 @@ def exclusive(log_dir: str | os.PathLike[str] | None) -> Iterator[None]:
         return
     folder = Path(log_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / LOCK_NAME).touch()  # An OSError where nothing can be written says so; a lock would only time out.
     try:
         lock = FileLock(folder / LOCK_NAME, blocking=False, thread_local=False)
         lock.acquire()
