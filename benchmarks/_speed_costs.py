@@ -22,10 +22,10 @@ import dspy
 from benchmarks._speed_run import quiet
 from dspy_combee import StepRecord, ThreadExecutor, TreeAggregator
 from dspy_combee.records.provenance import trace_back
+from dspy_combee.records.step_log import StepLog
 from dspy_combee.records.text import as_data
 from dspy_combee.records.types import ProposalNode, Reduction, ReflectionRecord
 from dspy_combee.reduce.tree import NodeCall, ReductionTask
-from dspy_combee.report.step_log import StepLog
 from dspy_combee.rollouts.feedback import Scorer
 from dspy_combee.rollouts.map import MapStage, ProgramCopier
 from dspy_combee.testing import Prompt, ScriptedLM

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dspy_combee.calls.executors import Executor, ThreadExecutor
     from dspy_combee.calls.ray_executor import RayExecutor
-    from dspy_combee.controller.batch_size import BatchSizeFit, PowerLawBatchSize
+    from dspy_combee.controller.batch_size import PowerLawBatchSize
     from dspy_combee.learners.instruction import CombeeProposer
     from dspy_combee.optimizer import CombeeOptimizer
     from dspy_combee.playbook import Bullet, Playbook
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         ReflectionError,
         UnknownCostError,
     )
-    from dspy_combee.records.types import ProposalNode, Reduction, Rollout, Spent, StepRecord, Usage
+    from dspy_combee.records.types import BatchSizeFit, ProposalNode, Reduction, Rollout, Spent, StepRecord, Usage
     from dspy_combee.reduce.baselines import FlatAggregator, SummarizeAggregator, TopKAggregator
     from dspy_combee.reduce.tree import Aggregator, TreeAggregator
     from dspy_combee.runs.result import CombeeResult, PlaybookResult
@@ -68,7 +68,7 @@ __all__ = [
 # Each name is loaded when it is first used, from its module: nobody waits for what they do not use.
 _HOMES = {
     "Aggregator": "reduce.tree",
-    "BatchSizeFit": "controller.batch_size",
+    "BatchSizeFit": "records.types",
     "Bullet": "playbook",
     "CombeeError": "records.errors",
     "CombeeOptimizer": "optimizer",

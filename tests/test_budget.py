@@ -17,7 +17,7 @@ from gepa.strategies.eval_policy import FullEvaluationPolicy
 from gepa.strategies.proposal_sampling import IndependentSampling, PxNSampling
 
 from dspy_combee import CombeeOptimizer, CombeeProposer, PowerLawBatchSize, ProviderError, UnknownCostError, Usage
-from dspy_combee.report.step_log import read_steps
+from dspy_combee.records.step_log import read_steps
 
 from .lessons import (
     Chain,

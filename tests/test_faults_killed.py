@@ -15,7 +15,7 @@ import cloudpickle
 import dspy
 import pytest
 
-from dspy_combee.report.step_log import FILE_NAME, StepLog, read_steps
+from dspy_combee.records.step_log import FILE_NAME, StepLog, read_steps
 
 from .lessons import instruction, is_level_1, is_merge, learn, learning_lm, write_down
 from .test_resume import Counting, assert_equal_runs

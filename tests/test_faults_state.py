@@ -15,7 +15,7 @@ import pytest
 from dspy_combee import ProviderError, ReflectionError
 from dspy_combee.calls.executors import Backoff, ThreadExecutor
 from dspy_combee.records.secrets import secrets_of
-from dspy_combee.report.step_log import read_steps
+from dspy_combee.records.step_log import read_steps
 
 from .lessons import Chain, examples, instruction, is_reflection, learn, learning_lm, make, metric, rules_in
 from .openai_server import OpenAIServer, Reply

@@ -8,8 +8,8 @@ import pytest
 from dspy_combee import Usage
 from dspy_combee.controller.batch_size import FixedSize
 from dspy_combee.controller.sampling import Budget, EpochSampler
+from dspy_combee.records.step_log import read_steps
 from dspy_combee.report import html_page
-from dspy_combee.report.step_log import read_steps
 from dspy_combee.runs.loop import Loop, Source
 from dspy_combee.runs.scope import RunOptions, RunScope
 from dspy_combee.runs.tracking import TrackingOptions

@@ -69,7 +69,7 @@ TABLE = {
     "optimizer": {"calls", "controller", "learners", "records", "reduce", "rollouts", "runs", "traces"},
     "playbook_optimizer": {"calls", "controller", "learners", "playbook", "records", "reduce", "runs", "traces"},
     "runs": {"calls", "controller", "learners", "playbook", "records", "reduce", "report", "rollouts", "traces"},
-    "report": {"controller", "playbook", "records"},
+    "report": {"playbook", "records"},
     "learners": {"calls", "controller", "playbook", "records", "reduce", "rollouts", "traces"},
     "reduce": {"calls", "records"},
     "rollouts": {"calls", "records"},

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from dspy_combee import Playbook, PowerLawBatchSize, ReflectionError, TreeAggregator, load_traces, save_traces
+from dspy_combee.records.step_log import read_steps
 from dspy_combee.records.text import estimate_tokens
 from dspy_combee.report import html_page
-from dspy_combee.report.step_log import read_steps
 
 from .clocks import LookClock
 from .lessons import Chain, examples, numbers_in, rules_in

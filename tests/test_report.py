@@ -14,10 +14,10 @@ from matplotlib import pyplot
 
 from dspy_combee import ProposalNode, Reduction, Usage
 from dspy_combee.__main__ import main
+from dspy_combee.records.step_log import StepLog
 from dspy_combee.report import html_page, report_main
 from dspy_combee.report.diff import CONTEXT_LINES, diff_lines
 from dspy_combee.report.playbook import playbook_histories
-from dspy_combee.report.step_log import StepLog
 from dspy_combee.report.summary import spent_by_phase, tree_of
 
 from .lessons import learn, learning_lm
@@ -91,7 +91,7 @@ def test_texts_stand_in_the_page_as_they_are(no_matplotlib):
         ([SECOND], ["Records that reached no surviving call (3 of 5): r2 (example 2), r3 (example 3), r4"]),
         ([SECOND], ["1.0 reads 3 records, 1.5 s, failed 2 LM calls, 1,800 tokens in, 200 out, cost $0.008"]),
         (STEPS, ["Final text of answer", "Step 28 changed candidate 9 into candidate 10", "from 55 examples"]),
-        (BOOK, ["4 reflections, 1 of them fed no delta that survived", "s1.r0 example 0 unused", '{ "type": "Add"']),
+        (BOOK, ["4 reflections, 1 of them fed no delta that survived", "s1.r0 example 0 unused", '"type": "ADD"']),
         (BOOK[:2], ["Playbook of answer", "form-00002 helpful 1 harmful 0 Formulas", "step 1: ADD; step 2: UPDATE"]),
         (STEPS[:9], ["The charts need matplotlib: pip install 'dspy-combee[report]'"]),
     ],

@@ -24,10 +24,10 @@ import dspy
 import pytest
 from dspy import lm15
 from dspy.clients import base_lm
+from dspy_combee.report.step_log import read_steps
 
 from dspy_combee import ProviderError, ReflectionError, UnknownCostError
 from dspy_combee.calls.executors import Backoff, ThreadExecutor
-from dspy_combee.report.step_log import read_steps
 from dspy_combee.testing import ScriptedLM
 
 from . import lessons, playbook_lessons

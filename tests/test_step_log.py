@@ -13,10 +13,9 @@ import pytest
 
 from dspy_combee import Playbook, StepRecord
 from dspy_combee.playbook.records import PlaybookStep
+from dspy_combee.records.step_log import FILE_NAME, StepLog, read_steps, step_from_dict
 from dspy_combee.report import html_page, report_main
 from dspy_combee.report.playbook import playbook_histories
-from dspy_combee.report.step_log import FILE_NAME, StepLog, read_steps
-from dspy_combee.report.step_reading import step_from_dict
 
 from . import playbook_lessons
 from .lessons import Chain, examples, learn, learning_lm
@@ -64,7 +63,7 @@ def test_hostile_texts_come_back_as_they_were(log):
 def test_a_step_is_on_disk_when_append_returns(tmp_path):
     script = (
         f"import os, signal, sys; sys.path.insert(0, {ROOT!r})\n"
-        "from dspy_combee.report.step_log import StepLog\n"
+        "from dspy_combee.records.step_log import StepLog\n"
         "from tests.report_samples import steps_of\n"
         "log = StepLog(sys.argv[1])\n"
         "for step in steps_of(3): log.append(step)\n"
@@ -106,7 +105,7 @@ def test_a_line_that_is_cut_short_is_left_out(log, steps, caplog, left):
     cut(log, left=left)
     with caplog.at_level(logging.WARNING, "dspy_combee"):
         assert read_steps(log.path) == steps[:-1]
-    assert ("is cut short" in caplog.text) == (left > 0)
+    assert ("is incomplete" in caplog.text) == (left > 0)
 
 
 def test_a_character_that_is_cut_in_two_is_left_out(log, steps):

@@ -29,6 +29,7 @@ from numbers import Integral, Real
 from typing import Any, Protocol
 
 from dspy_combee.records.checks import check_int
+from dspy_combee.records.types import BatchSizeFit
 
 logger = logging.getLogger("dspy_combee")
 
@@ -36,35 +37,6 @@ MIN_SPAN = 4  # the largest size over the smallest: below it the slope says more
 MIN_SAVING = 0.2  # the share of T(n_1) that the fit must save at its choice
 PROFILE_SHARE = 4  # profiling takes at most 1 / PROFILE_SHARE of the rollouts
 ROUNDING = 1e-9  # slopes and differences of log T up to this are rounding
-
-
-@dataclass(frozen=True)
-class BatchSizeFit:
-    """What `PowerLawBatchSize.fit` found.
-
-    Attributes:
-        A: Seconds per epoch at n = 1 on the fitted curve; `None` without a fit.
-        alpha: The exponent of ``T(n) = A * n**-alpha``; `None` without a fit.
-        plateau: The size that the rule gives, before rounding and clamping; `None` unless alpha is positive.
-        choice: The minibatch size to use, in examples.
-        reason: Why, in one sentence for people.
-        medians: (n, median seconds per step) of each size used, from n_1 up.
-        epoch_seconds: T(choice), on the curve if the plateau decided, else measured; `None` if it was not.
-        first_epoch_seconds: T(n_1), from the same source.
-    """
-
-    A: float | None
-    alpha: float | None
-    plateau: float | None
-    choice: int
-    reason: str
-    medians: tuple[tuple[int, float], ...]
-    epoch_seconds: float | None
-    first_epoch_seconds: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-able values, all numbers finite, `medians` as ``[n, seconds]`` lists."""
-        return {**asdict(self), "medians": [list(pair) for pair in self.medians]}
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from dspy_combee.playbook import Playbook, PlaybookError, Refused
 from dspy_combee.playbook.bullets import bare_id
 from dspy_combee.playbook.deltas import Delta, check_delta, delta_from
 from dspy_combee.playbook.pruning import NearDuplicates
-from dspy_combee.playbook.records import CuratorNode, describe
+from dspy_combee.playbook.records import CuratorNode
 from dspy_combee.records.errors import OutOfBudgetError
 from dspy_combee.records.text import as_data, repair
-from dspy_combee.records.types import ProposalNode, Reduction, Usage
+from dspy_combee.records.types import ProposalNode, Reduction, Usage, to_plain
 from dspy_combee.reduce.tree import NodeCall, ReductionTask
 
 _NO_CALL = LMCallResult(value=None, error=None, prompt="", raw_output="", seconds=0.0, usage=Usage())
@@ -195,7 +195,7 @@ class CuratorCalls:
         shown = sorted({place for relation in relations for place in relation.places})
         inputs = {
             "playbook": node_call.task.current,
-            "deltas": {f"d{place}": as_data(describe(deltas[place])) for place in shown},
+            "deltas": {f"d{place}": as_data(to_plain(deltas[place])) for place in shown},
             "related": [{"why": item.kind, "deltas": [f"d{place}" for place in item.places]} for item in relations],
         }
         result = ask(self._merge, inputs, self.lm, {"decisions": list}, self.meter)

@@ -81,7 +81,7 @@ def _trace_step(step: PlaybookStep, change: PlaybookChange, wanted: set[str]) ->
             wanted.update(merged_ids(item, change.conflicts))
             delta = item.delta
             content = "" if isinstance(delta, Remove) else delta.content
-            yield entry(item.bullet_id, type(delta).__name__.upper(), content, delta.reflection_ids)
+            yield entry(item.bullet_id, delta.type, content, delta.reflection_ids)
 
 
 def _sources(reflections: Iterable[Reflection]) -> list[int]:

@@ -18,8 +18,10 @@ The order of the deltas in the batch decides nothing but the numbers of new ids 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator
 
 from dspy_combee.playbook.bullets import (
     DEFAULT_SECTION,
@@ -33,12 +35,14 @@ from dspy_combee.playbook.bullets import (
     join_ids,
     section_slug,
 )
+from dspy_combee.records.types import Plain
 
 
 @dataclass(frozen=True)
 class Add:
     """Add a bullet. A section spelled as ACE spells it (`formulas_and_calculations`) is recognized."""
 
+    type: str = field(default="ADD", init=False, repr=False)
     section: str
     content: str
     reflection_ids: tuple[str, ...] = ()
@@ -48,6 +52,7 @@ class Add:
 class Update:
     """Give the bullet `id` a new content; its counters stay, its reflection ids grow."""
 
+    type: str = field(default="UPDATE", init=False, repr=False)
     id: str
     content: str
     reflection_ids: tuple[str, ...] = ()
@@ -57,6 +62,7 @@ class Update:
 class Merge:
     """Replace several bullets by one, which keeps the id and section of the best supported; counters are summed."""
 
+    type: str = field(default="MERGE", init=False, repr=False)
     ids: tuple[str, ...]
     content: str
     reflection_ids: tuple[str, ...] = ()
@@ -66,12 +72,17 @@ class Merge:
 class Remove:
     """Remove the bullet `id`."""
 
+    type: str = field(default="REMOVE", init=False, repr=False)
     id: str
     reason: str = ""
     reflection_ids: tuple[str, ...] = ()
 
 
-Delta = Add | Update | Merge | Remove
+Delta = Annotated[
+    Add | Update | Merge | Remove,
+    BeforeValidator(lambda value: delta_from(value) if isinstance(value, Mapping) else value),
+]
+"""Any of the four. Step records are read back with `delta_from`."""
 _D = TypeVar("_D", Add, Update, Merge, Remove)
 _MERGE_CONFLICTS = {Update: "merge_over_updated", Remove: "merge_over_removed", Merge: "merges"}
 
@@ -93,7 +104,7 @@ class Refused:
 
     index: int
     """Its place in the batch."""
-    given: Any
+    given: Plain
     reason: str
 
 

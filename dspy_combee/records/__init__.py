@@ -2,5 +2,4 @@
 
 from dspy_combee.records.types import Spent, Usage
 
-# GEPA's saved states of version 0.1 name these two here.
-__all__ = ["Spent", "Usage"]
+__all__ = ["Spent", "Usage"]  # By these names states of earlier versions were pickled.

@@ -12,12 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspy_combee.records.step_log import FILE_NAME, read_steps
 from dspy_combee.records.text import repair
 from dspy_combee.records.types import StepRecord, Usage
 from dspy_combee.report import plots, summary
 from dspy_combee.report.diff import diff_lines
 from dspy_combee.report.playbook import playbook_histories
-from dspy_combee.report.step_log import FILE_NAME, read_steps
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -58,7 +58,7 @@ class PlaybookHistory:
             bullet = self._bullet(pruned.bullet.id)
             bullet.content, bullet.section = pruned.bullet.content, pruned.bullet.section
             self._leave(step.iteration, bullet, f"pruned ({pruned.reason})", pruned.into)
-        operations = Counter(type(item.delta).__name__.upper() for item in change.applied)
+        operations = Counter(item.delta.type for item in change.applied)
         self.changes.append((step.iteration, change, operations))
 
     def _bullet(self, bullet_id: str) -> BulletHistory:
@@ -86,7 +86,7 @@ class PlaybookHistory:
             bullet.section = delta.section
         bullet.content = delta.content
         sources = f" from {', '.join(delta.reflection_ids)}" if delta.reflection_ids else ""
-        bullet.events.append(f"step {iteration}: {type(delta).__name__.upper()}{sources}")
+        bullet.events.append(f"step {iteration}: {delta.type}{sources}")
         for bullet_id in merged_ids(item, conflicts):
             if bullet_id != item.bullet_id:
                 self._leave(iteration, self._bullet(bullet_id), "merged", item.bullet_id)

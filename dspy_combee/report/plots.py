@@ -54,7 +54,8 @@ def draw_delay(steps: Sequence[StepRecord], ax: Axes | None = None) -> Axes:
     size = 0
     if fit is not None and fit.medians and fit.A is not None:
         # T(n) = A * n**-alpha = d(n) * N / n; least squares passes through the means of the logarithms.
-        size = round(statistics.geometric_mean(fit.A * n ** (1 - fit.alpha) / seconds for n, seconds in fit.medians))
+        scale, alpha = fit.A, fit.alpha or 0.0
+        size = round(statistics.geometric_mean(scale * n ** (1 - alpha) / seconds for n, seconds in fit.medians))
     points = [(step.n, step.epoch_seconds(size or 1)) for step in timed]
     medians = [] if fit is None else [(n, seconds * (size or 1) / n) for n, seconds in fit.medians]
     if not points and not medians:
@@ -68,7 +69,7 @@ def draw_delay(steps: Sequence[StepRecord], ax: Axes | None = None) -> Axes:
     if fit is not None:
         sizes = [n for n, _ in (*medians, *points)] + [fit.choice]
         if size:
-            ends = [(n, fit.A * n**-fit.alpha) for n in (min(sizes), max(sizes))]
+            ends = [(n, scale * n**-alpha) for n in (min(sizes), max(sizes))]
             axes.plot(*_columns(ends), "--", color=SOFT, linewidth=1.2, label="fit")
         axes.axvline(fit.choice, color=GOOD, label=f"chosen n = {fit.choice}")
     whole = f"epoch of {size} examples" if size else "example"

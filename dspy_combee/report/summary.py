@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from dspy_combee.records.provenance import Provenance, surviving_nodes, trace_back
-from dspy_combee.records.types import ProposalNode, Reduction, StepRecord, Usage
+from dspy_combee.records.types import ProposalNode, Reduction, StepRecord, Usage, to_plain
 
 
 def by_iteration(steps: Sequence[StepRecord]) -> list[list[StepRecord]]:
@@ -121,11 +121,7 @@ def as_text(value: Any) -> str:
     """Return a proposal as text: deltas and other values that are no text as indented JSON."""
     if isinstance(value, str):
         return value
-    return json.dumps(value, indent=2, ensure_ascii=False, skipkeys=True, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    return {"type": type(value).__name__, **vars(value)} if is_dataclass(value) else str(value)
+    return json.dumps(to_plain(value), indent=2, ensure_ascii=False)
 
 
 def mean(scores: Sequence[float]) -> float | None:

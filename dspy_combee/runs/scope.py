@@ -30,8 +30,8 @@ from dspy_combee.controller.batch_size import PowerLawBatchSize
 from dspy_combee.learners.learner import LearnerTools
 from dspy_combee.records.checks import check_callbacks, check_finite, check_int, check_lm, check_positive, check_priced
 from dspy_combee.records.secrets import keeping_secret, secrets_of, traceback_of
+from dspy_combee.records.step_log import StepLog
 from dspy_combee.records.types import Rollout, Spent, StepRecord, Usage
-from dspy_combee.report.step_log import StepLog
 from dspy_combee.rollouts.feedback import Scorer
 from dspy_combee.rollouts.map import MapStage, ProgramCopier, lms_in
 from dspy_combee.runs.tracking import StepTracking, TrackingOptions
