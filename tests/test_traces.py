@@ -21,7 +21,6 @@ from dspy_combee.traces import (
     TraceError,
     TraceMessage,
     files,
-    io,
     load_traces,
     redact_trace,
     save_traces,
@@ -354,8 +353,7 @@ def test_a_line_that_is_not_utf8_or_too_long(tmp_path, monkeypatch):
     good = b'{"inputs": {}, "score": 1}\n'
     path.write_bytes(b"\xef\xbb\xbf" + good + b'{"inputs": {"x": "\xff"}, "score": 1}\n' + good)
     assert error_of(path).startswith(f"{path}:2: not UTF-8: invalid start byte at byte 18")
-    for module in (io, files):
-        monkeypatch.setattr(module, "MAX_BYTES", 100)
+    monkeypatch.setattr(files, "MAX_BYTES", 100)
     path.write_bytes(good + b"x" * 1000 + b"\n" + good + b"y" * 101)
     traces = load_traces(path, on_error="skip")
     assert [trace.source for trace in traces] == ["a.jsonl:1", "a.jsonl:3"]

@@ -20,8 +20,7 @@ from dspy_combee.records.errors import ReflectionError
 from dspy_combee.reduce.tree import TreeAggregator
 from dspy_combee.testing import SimulatedLM
 from dspy_combee.testing.playbook_simulation import playbook_roles
-from dspy_combee.traces import Trace, TraceCollection, TraceError, load_traces
-from dspy_combee.traces.collection import FORMATS, ON_ERROR
+from dspy_combee.traces import ON_ERROR, Trace, TraceCollection, TraceError, known_formats, load_traces
 
 DESCRIPTION = """\
 Grow a playbook from the traces in a file or a folder: short bullets of advice that an assistant can be given. Nothing
@@ -59,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-cost", metavar="DOLLARS", type=float, help="end when so much has been spent")
     add("--log-dir", metavar="FOLDER", type=Path, help="keep state and steps: go on from there, make a report of it")
     add("--seed", metavar="N", type=int, default=0, help="seed of order and shuffles (default: 0)")
-    add("--format", choices=FORMATS, default="auto", help="form of the traces (default: auto)")
+    add("--format", choices=known_formats(), default="auto", help="form of the traces (default: auto)")
     add("--on-error", choices=ON_ERROR, default="raise", help="what to do at a bad trace (default: raise)")
     add("--limit", metavar="N", type=positive, help="read the first N traces only")
 

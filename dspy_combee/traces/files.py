@@ -1,207 +1,176 @@
-"""The files that collected traces stand in: which are read, and how, in bounded memory.
+"""Files of JSON traces: opened without following links, read in bounded memory, one record a trace.
 
-A folder is walked in the order of the names in it. Read are `*.jsonl` and `*.ndjson` files line by line, `*.json`
-files whole, and trial directories (see `traces.trials`). A file whose first line is JSON and no trace in the form that
-was asked for, and a `*.json` file that is none, is something else and passed over, as is every other file.
-
-Nothing outside the folder is read: symbolic links in it are not followed (one that stays inside leads to what is read
-anyway), nor are paths that stand in a trace. Hidden files and folders are passed over.
+`*.json` files are read whole, all others line by line. A file whose first line is JSON and no trace is something else;
+after a first trace every line must be one.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
-from collections.abc import Iterator
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from dspy_combee.traces.formats import form_of, to_trace
-from dspy_combee.traces.io import MAX_BYTES, open_file, parse_json, read_json, unreadable
-from dspy_combee.traces.trials import is_part, read_trial, trajectory_of
 from dspy_combee.traces.types import Trace, TraceError
 
-_LINE_SUFFIXES = (".jsonl", ".ndjson")
+# More than any trace should have: a single one is held in memory whole.
+MAX_BYTES = 256 * 2**20
+UNKNOWN_FORM = "no trace in a known form"
 
 
-@dataclass(frozen=True)
-class TraceFile:
-    """A file, or a trial directory, that may hold traces.
+def open_file(path: Path) -> IO[bytes]:
+    """Open a regular file (a pipe would wait for its other end).
 
-    Attributes:
-        path: Where it is.
-        name: Its path inside the folder that was given, with `/`; the file's own name where a file was given.
-        kind: `"lines"`, `"whole"`, `"trial"`, or `"folder"` for a folder that cannot be read.
-        given: Whether it was given by its own path, so that it must hold traces.
+    Raises:
+        OSError: If it is not there, is something else, or may not be read.
     """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return open(path, "rb")
 
-    path: Path
-    name: str
-    kind: str
-    given: bool = False
+
+def read_json(path: Path) -> Any:
+    """Return the JSON value that a file holds.
+
+    Raises:
+        OSError: If it cannot be read.
+        TraceError: If it is no JSON, or longer than `MAX_BYTES`; it names the file.
+    """
+    with open_file(path) as file:
+        return parse_json(file.read(MAX_BYTES + 1), path)
+
+
+def parse_json(data: bytes, place: str | os.PathLike[str]) -> Any:
+    """Return the JSON value in UTF-8 bytes.
+
+    Raises:
+        TraceError: If it is none, or longer than `MAX_BYTES`; it names the place.
+    """
+    if len(data) > MAX_BYTES:
+        raise TraceError(f"longer than {MAX_BYTES:,} bytes", place)
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise TraceError(f"not UTF-8: {error.reason} at byte {error.start}", place) from None
+    except ValueError as error:
+        raise TraceError(f"not JSON: {error}", place) from None
+    except RecursionError:
+        raise TraceError("nested too deeply", place) from None
+
+
+def unreadable(error: OSError, path: Path) -> TraceError:
+    """Return the error for a file that cannot be read."""
+    place = error.filename if isinstance(error.filename, str) else path
+    return TraceError(f"cannot be read: {error.strerror or type(error).__name__}", place)
+
+
+def has_file(folder: Path, *parts: str) -> bool:
+    """Tell whether a regular file is there, without a link on the way to it from the folder."""
+    paths = [folder.joinpath(*parts[: length + 1]) for length in range(len(parts))]
+    return os.path.isfile(paths[-1]) and not any(map(os.path.islink, paths))
+
+
+class JsonForm(ABC):
+    """Read the traces of a form in which each JSON value is one; base of such `TraceReader`s."""
+
+    @abstractmethod
+    def matches(self, value: Any) -> bool:
+        """Tell whether a JSON value looks like a trace of this form."""
+
+    @abstractmethod
+    def to_trace(self, value: Any) -> Trace:
+        """Return the trace that a JSON value holds.
+
+        Raises:
+            TraceError: If it holds none.
+        """
+
+    def sniff(self, path: Path, head: bytes) -> bool:
+        """Tell whether the first line, or the whole, of a file's beginning is a trace of this form."""
+        for data in (head, head.partition(b"\n")[0]):
+            try:
+                return self.matches(parse_json(data, path))
+            except TraceError:
+                continue
+        return False
+
+    def read(self, path: Path) -> Iterator[Trace | TraceError]:
+        """Yield the traces of a file, and the error in the place of each bad one."""
+        for found in read_records(path, (self,), is_known=True):
+            item = found.trace or found.error
+            if item is not None:
+                yield item
 
 
 @dataclass(frozen=True)
 class Found:
-    """A place in a file, and the trace that is there or what is wrong with it.
+    """Hold what stands at one place of a file; without a trace and an error it is something else."""
 
-    Attributes:
-        line: The line, counted from 1; 0 where the file has none.
-        offset: The byte at which it begins.
-        trace: The trace; None where there is none.
-        error: Why there is none; None also where the file is something else.
-    """
-
-    line: int
-    offset: int
-    trace: Trace | None
+    trace: Trace | None = None
     error: TraceError | None = None
+    line: int = 0
+    """The line, counted from 1; 0 where the file has none."""
+    offset: int = 0
+    """The byte at which the line begins."""
 
 
-def file_at(path: Path) -> TraceFile:
-    """A file that was given by its own path."""
-    return TraceFile(path, path.name, "whole" if path.suffix.lower() == ".json" else "lines", given=True)
-
-
-MAX_DEPTH = 100
-
-
-def walk(folder: Path, inside: str = "", depth: int = 0) -> Iterator[TraceFile | None]:
-    """The files of a folder that may hold traces, in sorted order, and None for each other file or link.
+def read_records(path: Path, forms: Sequence[JsonForm], is_known: bool) -> Iterator[Found]:
+    """Yield what stands at each place of a JSON file.
 
     Args:
-        folder: The folder.
-        inside: What the names of its files begin with.
-        depth: How deep it lies in the folder that the walk began with; below `MAX_DEPTH` it counts as unreadable.
-    """
-    trajectory = trajectory_of(folder)
-    if trajectory:
-        yield TraceFile(folder, inside + trajectory, "trial")
-    try:
-        with os.scandir(folder) as scan:
-            entries = sorted((entry for entry in scan if not entry.name.startswith(".")), key=lambda entry: entry.name)
-    except OSError:
-        yield TraceFile(folder, inside, "folder")
-        return
-    for entry in entries:
-        is_folder = entry.is_dir(follow_symlinks=False)
-        if trajectory and is_part(entry.name, is_folder):
-            continue
-        path, name, suffix = folder / entry.name, inside + entry.name, os.path.splitext(entry.name)[1].lower()
-        if is_folder:
-            if depth >= MAX_DEPTH:
-                yield TraceFile(path, name, "folder")
-            else:
-                yield from walk(path, name + "/", depth + 1)
-        elif suffix in (*_LINE_SUFFIXES, ".json") and entry.is_file(follow_symlinks=False):
-            yield TraceFile(path, name, "whole" if suffix == ".json" else "lines")
-        else:
-            yield None
-
-
-def read(file: TraceFile, form: str) -> Iterator[Found]:
-    """Every trace of a file, and every place of it that is bad; nothing of it is kept.
-
-    Args:
-        file: The file.
-        form: The form of its traces, or `"auto"`.
-    """
-    try:
-        for found in _read_lines(file, form) if file.kind == "lines" else _read_one(file, form):
-            if file.given and found.trace is None and found.error is None:
-                yield Found(found.line, found.offset, None, TraceError("no trace in a known form", file.path))
-            else:
-                yield found
-    except OSError as error:
-        yield Found(0, 0, None, unreadable(error, file.path))
-
-
-def read_at(file: TraceFile, form: str, line: int, offset: int) -> Trace:
-    """The trace at a place that `read` has found.
+        path: The file.
+        forms: The forms that its traces may have.
+        is_known: Whether it must hold traces: whatever is none is then an error.
 
     Raises:
-        TraceError: If it is no longer there.
+        OSError: If it cannot be read.
     """
-    try:
-        if file.kind == "lines":
-            with open_file(file.path) as stream:
-                stream.seek(offset)
-                found = _of_line(file, form, line, offset, _next_line(stream))
-        else:
-            found = next(_read_one(file, form))
-    except OSError as error:
-        raise unreadable(error, file.path) from error
-    if found.trace is None:
-        raise found.error or TraceError("the trace that was here is gone", file.path)
-    return found.trace
-
-
-def _read_lines(file: TraceFile, form: str) -> Iterator[Found]:
-    with open_file(file.path) as stream:
-        line, offset, found_any = 0, 0, False
+    if path.suffix.lower() == ".json":
+        yield read_record(path, forms, is_known)
+        return
+    with open_file(path) as stream:
+        line = offset = 0
         while data := _next_line(stream):
-            line, here, offset = line + 1, offset, stream.tell()
-            if not data.strip():
-                continue
-            found = _of_line(file, form, line, here, data)
-            if found.trace is None and found.error is None:
-                if not found_any:
-                    yield found
+            line, start, offset = line + 1, offset, stream.tell()
+            if data.strip():
+                found = _record(data, f"{path}:{line}", forms, is_known)
+                yield replace(found, line=line, offset=start)
+                if not found.trace and not found.error:
                     return
-                found = replace(found, error=TraceError("no trace in a known form", f"{file.path}:{line}"))
-            found_any = True
-            yield found
+                is_known = True
+
+
+def read_record(path: Path, forms: Sequence[JsonForm], is_known: bool, line: int = 0, offset: int = 0) -> Found:
+    """Return what stands at one place; without a line, in the whole file."""
+    with open_file(path) as stream:
+        stream.seek(offset)
+        data = _next_line(stream) if line else stream.read(MAX_BYTES + 1)
+    return _record(data, f"{path}:{line}" if line else path, forms, is_known)
+
+
+def _record(data: bytes, place: str | Path, forms: Sequence[JsonForm], is_known: bool) -> Found:
+    try:
+        value = parse_json(data, place)
+        form = next((form for form in forms if form.matches(value)), None)
+        if form is None and is_known:
+            if len(forms) != 1 or not isinstance(value, dict):
+                raise TraceError(UNKNOWN_FORM, place)
+            form = forms[0]  # Its own error says more.
+        return Found(form.to_trace(value) if form else None)
+    except TraceError as error:
+        return Found(error=error.at(place))
+    except RecursionError:
+        return Found(error=TraceError("nested too deeply", place))
 
 
 def _next_line(stream: IO[bytes]) -> bytes:
-    """The next line; of one that is longer than `MAX_BYTES` no more than shows that it is."""
+    """Return the next line; of one longer than `MAX_BYTES` no more than shows that it is."""
     data = part = stream.readline(MAX_BYTES + 1)
     while len(data) > MAX_BYTES and part and not part.endswith(b"\n"):
         part = stream.readline(2**20)
     return data
-
-
-def _of_line(file: TraceFile, form: str, line: int, offset: int, data: bytes) -> Found:
-    place = f"{file.path}:{line}"
-    try:
-        value = parse_json(data, place)
-        found = _form_to_read(file, form, value)
-        trace = _to_trace(value, found, place, f"{file.name}:{line}") if found else None
-        return Found(line, offset, trace)
-    except TraceError as error:
-        return Found(line, offset, None, error)
-
-
-def _read_one(file: TraceFile, form: str) -> Iterator[Found]:
-    try:
-        if file.kind == "folder":
-            os.listdir(file.path)
-        if file.kind == "trial":
-            trace = replace(read_trial(file.path), source=file.name) if form in ("auto", "atif") else None
-        else:
-            value = read_json(file.path)
-            found = _form_to_read(file, form, value)
-            trace = _to_trace(value, found, file.path, file.name) if found else None
-        yield Found(0, 0, trace)
-    except TraceError as error:
-        yield Found(0, 0, None, error)
-    except RecursionError:
-        yield Found(0, 0, None, TraceError("nested too deeply", file.path))
-
-
-def _form_to_read(file: TraceFile, form: str, value: object) -> str | None:
-    """The form in which a JSON value is to be read; None where it is something else."""
-    found = form_of(value)
-    if form == "auto" or found == form:
-        return found
-    return form if file.given else None
-
-
-def _to_trace(value: object, form: str, place: str | os.PathLike[str], source: str) -> Trace:
-    try:
-        trace = to_trace(value, form)
-    except RecursionError:
-        raise TraceError("nested too deeply", place) from None
-    except TraceError as error:
-        raise TraceError(str(error), place) from None
-    return trace if trace.source else replace(trace, source=source)

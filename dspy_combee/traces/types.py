@@ -1,4 +1,4 @@
-"""What a collected trace is: a run that somebody logged, as plain data."""
+"""Collected traces as plain data: one logged run, its messages, and the error for what is no trace."""
 
 from __future__ import annotations
 
@@ -16,82 +16,80 @@ KINDS = ("system", "user", "agent", "reasoning", "input", "call", "output")
 
 
 class TraceError(CombeeError, ValueError):
-    """A trace, or a place where one should be, is not what it should be; the message says what and where.
+    """Report a trace, or a place where one should be, that cannot be read.
 
-    What looks like a secret in the message is redacted.
-
-    Attributes:
-        place: The file, with the line where it has lines (`runs/a.jsonl:12`); `""` where no file is read.
+    The message says what is wrong and where; what looks like a secret in it is redacted.
     """
+
+    place: str
+    """The file, with the line where it has lines (`runs/a.jsonl:12`); `""` where no file is read."""
 
     def __init__(self, message: str, place: str | os.PathLike[str] = "") -> None:
         self.place = os.fspath(place)
         message = hide_secrets(message)
         super().__init__(f"{self.place}: {message}" if self.place else message)
 
+    def at(self, place: str | os.PathLike[str]) -> TraceError:
+        """Return the same error with a place, unless it has one."""
+        return self if self.place else TraceError(str(self), place)
+
 
 @dataclass(frozen=True)
 class TraceMessage:
-    """One message of a trace. Lone surrogates become U+FFFD.
-
-    Attributes:
-        kind: `"system"`, `"user"`, `"agent"` and `"reasoning"` are who spoke; `"call"` is a tool call (its text: the
-            arguments) and `"output"` what the tool, or the environment, gave back; `"input"` is what a predictor of
-            a program was given.
-        text: What was said, passed or given back; may be empty.
-        tool: The name of the tool, or of the predictor; None where there is none.
-        step: The step of the run that it belongs to, counted from 1; 0 where unknown.
+    """Hold one message of a trace. Lone surrogates become U+FFFD.
 
     Raises:
-        TraceError: If a field has another type, or the kind is none of these.
+        TraceError: If a field has the wrong type, or the kind is unknown.
     """
 
     kind: str
+    """Who spoke: `"system"`, `"user"`, `"agent"` or `"reasoning"`. A tool call is `"call"` (its text: the arguments),
+    what the tool or the environment returned is `"output"`, what a predictor was given is `"input"`."""
     text: str
+    """What was said, passed or returned; may be empty."""
     tool: str | None = None
+    """Name of the tool or of the predictor; None where there is none."""
     step: int = 0
+    """The step of the run that it belongs to, counted from 1; 0 where unknown."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise TraceError(f"a message's kind is one of {', '.join(KINDS)}, not {self.kind!r}")
-        object.__setattr__(self, "text", _text(self.text, "a message's text"))
+        _repair_text(self, "text", "a message's text")
         if self.tool is not None:
-            object.__setattr__(self, "tool", _text(self.tool, "a message's tool"))
+            _repair_text(self, "tool", "a message's tool")
         if type(self.step) is not int or self.step < 0:
             raise TraceError(f"a message's step must be an int >= 0, not {self.step!r}")
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One collected run, of a whole program or of one predictor.
+    """Hold one collected run of a whole program or of one predictor.
 
     Mappings are copied, their keys become text, tuples inside them lists, and lone surrogates U+FFFD; other objects
-    (images, say, in traces that never were in a file) are passed by reference. Two traces are equal when all but
+    (images, say, in traces that were never in a file) are passed by reference. Two traces are equal when all but
     their source is.
 
-    Attributes:
-        inputs: What the run was given, by field.
-        outputs: What it gave, by field; empty when it gave nothing.
-        feedback: What was said about it: by a metric, a verifier, a person.
-        score: A finite number, higher is better; None when nobody scored it.
-        predictor: The name of the predictor that it is a trace of, as `named_predictors()` gives it; None for the
-            whole program.
-        steps: Its messages, in order.
-        source: Where it was read: the file's path inside the folder, with the line where it has lines.
-        metadata: What else is known: the agent, the model, the task's name. Not shown to reflection.
-
     Raises:
-        TraceError: If a field has another type, or the score is not finite.
+        TraceError: If a field has the wrong type, or the score is not finite.
     """
 
     inputs: Mapping[str, Any]
+    """What the run was given, by field."""
     outputs: Mapping[str, Any] = field(default_factory=dict)
+    """What it returned, by field; empty when it returned nothing."""
     feedback: str = ""
+    """What was said about it by a metric, a verifier or a person."""
     score: float | None = None
+    """A finite number, higher is better; None when nobody scored it."""
     predictor: str | None = None
+    """Name of the predictor that it is a trace of, as in `named_predictors()`; None for the whole program."""
     steps: tuple[TraceMessage, ...] = ()
+    """Its messages, in order."""
     source: str = field(default="", compare=False)
+    """Where it was read: the file's path inside the folder, with the line where it has lines."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What else is known (the agent, the model, the trial); not shown to reflection."""
 
     def __post_init__(self) -> None:
         for name in ("inputs", "outputs", "metadata"):
@@ -99,10 +97,8 @@ class Trace:
             if not isinstance(value, Mapping):
                 raise TraceError(f"{name} must be a mapping of field names to values, not {type(value).__name__}")
             object.__setattr__(self, name, _plain(value))
-        for name in ("feedback", "source"):
-            object.__setattr__(self, name, _text(getattr(self, name), name))
-        if self.predictor is not None:
-            object.__setattr__(self, "predictor", _text(self.predictor, "predictor"))
+        for name in ("feedback", "source") if self.predictor is None else ("feedback", "source", "predictor"):
+            _repair_text(self, name, name)
         if self.score is not None:
             object.__setattr__(self, "score", as_score(self.score))
         steps = tuple(self.steps)
@@ -112,10 +108,10 @@ class Trace:
 
 
 def as_score(value: object) -> float:
-    """`value` as a score: a finite number, a bool, or a text that spells a number.
+    """Return `value`, which may be a number, a bool or the text of a number, as a score.
 
     Raises:
-        TraceError: If it is none of these.
+        TraceError: If it is none of these, or not finite.
     """
     try:
         score = float(value) if isinstance(value, int | float | str) else math.nan
@@ -126,10 +122,11 @@ def as_score(value: object) -> float:
     return score
 
 
-def _text(value: object, what: str) -> str:
+def _repair_text(target: Trace | TraceMessage, name: str, description: str) -> None:
+    value = getattr(target, name)
     if not isinstance(value, str):
-        raise TraceError(f"{what} must be text, not {type(value).__name__}")
-    return repair(value)
+        raise TraceError(f"{description} must be text, not {type(value).__name__}")
+    object.__setattr__(target, name, repair(value))
 
 
 def _plain(value: Any) -> Any:
