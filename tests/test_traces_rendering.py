@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from dspy_combee.records.text import estimate_tokens
 from dspy_combee.records.types import ReflectionRecord
-from dspy_combee.reduce.tree import TreeAggregator
 from dspy_combee.traces import Trace, TraceMessage, render_trace, to_record
 from dspy_combee.traces.rendering import MIN_RECORD_TOKENS, allot, cut
 from dspy_combee.traces.types import KINDS
@@ -132,16 +131,15 @@ def test_long_tasks_and_verdicts_are_cut_to_their_ends():
     assert estimate_tokens(text) > 400
 
 
-@pytest.mark.parametrize("group", [12, 30, 60])
-def test_60_traces_of_200_steps_fit_a_context_of_32000_tokens(group):
-    traces = [long_trace(seed) for seed in range(60)]
-    assert sum(estimate_tokens(to_record(trace)) for trace in traces) > 32_000 * 20
-    records = [to_record(trace, 32_000 // group, index) for index, trace in enumerate(traces)]
-    for start in range(0, 60, group):
-        assert sum(estimate_tokens(record) for record in records[start : start + group]) <= 32_000
-    assert all("SAY200" in str(record) and "VERIFIER" in str(record) for record in records)
-    assert min(estimate_tokens(record) for record in records) > 32_000 // group * 0.8
-    assert TreeAggregator(max_context_tokens=32_000).max_context_tokens == 32_000
+@pytest.mark.parametrize("group", [12, 60])
+def test_traces_of_200_steps_fit_a_context_of_32000_tokens(group):
+    for seed in range(5):
+        trace = long_trace(seed)
+        record = to_record(trace, 32_000 // group)
+        assert estimate_tokens(to_record(trace)) > 32_000
+        assert 0.8 * (32_000 // group) < estimate_tokens(record) <= 32_000 // group
+        assert "SAY200" in str(record)
+        assert "VERIFIER" in str(record)
 
 
 texts = st.one_of(

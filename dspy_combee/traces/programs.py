@@ -58,7 +58,8 @@ def _traces_of(run: Any, source: str, program: Any) -> list[Trace]:
     try:
         example, prediction, trace, score, feedback = _parts(run)
         if isinstance(score, Mapping | dspy.Prediction):
-            score, feedback = score.get("score"), score.get("feedback") if feedback is None else feedback
+            feedback = score.get("feedback") if feedback is None else feedback
+            score = score.get("score")
         score = None if score is None else as_score(score)
     except TraceError as error:
         raise error.at(source) from None

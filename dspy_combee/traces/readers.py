@@ -1,4 +1,4 @@
-"""Readers of traces by the name of their form, and the files of a folder that each of them reads.
+r"""Readers of traces by the name of their form, and the files of a folder that each of them reads.
 
 Another form is read by a class of about a dozen lines:
 
@@ -7,7 +7,7 @@ Another form is read by a class of about a dozen lines:
             return path.suffix == ".lab" and head.startswith(b"LAB 1")
 
         def read(self, path):
-            for block in path.read_text("utf-8").split("\\n\\n")[1:]:
+            for block in path.read_text("utf-8").split("\n\n")[1:]:
                 question, answer, verdict = block.splitlines()
                 yield Trace({"question": question}, {"answer": answer}, score=verdict == "right")
 
@@ -91,7 +91,7 @@ class Readers:
     """Find and read the traces of some forms.
 
     Args:
-        form: The name of a form, or `"auto"` for all of them. Trial folders hold ATIF trajectories: `"atif"` reads both.
+        form: The name of a form, or `"auto"` for all. Trial folders hold ATIF trajectories, so `"atif"` reads both.
     """
 
     def __init__(self, form: str) -> None:
@@ -157,8 +157,7 @@ class Readers:
             if file.reader is None:
                 places = read_records(file.path, self._forms, is_known=file.is_given)
             else:
-                items = enumerate(file.reader.read(file.path))
-                places = (Found(*_trace_or_error(item), offset=position) for position, item in items)
+                places = _numbered(file.reader.read(file.path), file.path)
             for found in places:
                 yield _with_source(found, file)
         except TraceError as error:
@@ -179,8 +178,9 @@ class Readers:
         return _with_source(replace(found, line=line), file)
 
 
-def _trace_or_error(item: Trace | TraceError) -> tuple[Trace | None, TraceError | None]:
-    return (item, None) if isinstance(item, Trace) else (None, item)
+def _numbered(items: Iterator[Trace | TraceError], path: Path) -> Iterator[Found]:
+    for position, item in enumerate(items):
+        yield Found(item, offset=position) if isinstance(item, Trace) else Found(error=item.at(path))
 
 
 def _with_source(found: Found, file: TraceFile) -> Found:
