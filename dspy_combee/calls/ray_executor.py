@@ -84,10 +84,11 @@ class RayExecutor(Executor):
         if address is not None and not address.strip():
             raise ValueError(f"address must be 'auto', 'host:port' or 'ray://host:port', or None, got {address!r}.")
         self.address = address
-        self.num_workers = None if num_workers is None else check_int("num_workers", num_workers)
-        self.examples_per_task = (
-            None if examples_per_task is None else check_int("examples_per_task", examples_per_task)
-        )
+        for name, number in (("num_workers", num_workers), ("examples_per_task", examples_per_task)):
+            if number is not None:
+                check_int(name, number)
+        self.num_workers = num_workers
+        self.examples_per_task = examples_per_task
         self.resources = _check_mapping("resources", resources) or {}
         for name, value in self.resources.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -215,12 +216,7 @@ class RayMap:
         self._lost = 0
 
     def run(self, payload: bytes) -> list[Any]:
-        """Return the results, in the order of the items.
-
-        Raises:
-            BaseException: The first error that an item raised.
-            ExecutorError: If a worker could not run the function, or all items were lost.
-        """
+        """Return the results, in the order of the items, or raise the first error."""
         import ray
 
         shared = ray.put(payload)
@@ -310,11 +306,7 @@ class _Connection:
         self.environment: dict[str, Any] | None = None  # What the workers have already.
 
     def open(self, executor: RayExecutor) -> None:
-        """Connect, unless that has been done.
-
-        Raises:
-            ExecutorError: If that fails, or no node of a Ray that was started could ever run a task.
-        """
+        """Connect unless that has been done; an `ExecutorError` says why it failed or that no task could ever run."""
         import ray
 
         with self._lock:
