@@ -304,6 +304,7 @@ class _Connection:
         self._users = 0
         self._own = False  # Whether the connection was made here.
         self.environment: dict[str, Any] | None = None  # What the workers have already.
+        self._on_sigterm: Any = None  # The program's handler, which Ray replaces with its own.
 
     def open(self, executor: RayExecutor) -> None:
         """Connect unless that has been done; an `ExecutorError` says why it failed or that no task could ever run."""
@@ -332,7 +333,7 @@ class _Connection:
         if not (executor.address or os.environ.get("RAY_ADDRESS", "")).startswith("ray://"):
             options["include_dashboard"] = False
         self._own, self.environment = True, executor.runtime_env
-        on_sigterm = signal.getsignal(signal.SIGTERM)
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             try:
                 ray.init(address=executor.address, **options)
@@ -342,9 +343,8 @@ class _Connection:
         except Exception as error:
             where = "started" if executor.address is None else f"joined at {executor.address!r}"
             raise ExecutorError(f"Ray could not be {where}: {shorten(str(error))}") from error
-        finally:
-            if on_sigterm is not None and threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, on_sigterm)  # Ray replaces the program's own handler.
+        if callable(self._on_sigterm):  # Otherwise Ray's handler is useful: it ends the program, and Ray with it.
+            self._restore_sigterm()
 
     def _leave(self) -> None:
         import ray
@@ -353,6 +353,12 @@ class _Connection:
         if self._own and not self._users:
             self._own, self.environment = False, None
             ray.shutdown()
+            self._restore_sigterm()
+
+    def _restore_sigterm(self) -> None:
+        is_ray = getattr(signal.getsignal(signal.SIGTERM), "__module__", "").startswith("ray.")
+        if is_ray and self._on_sigterm is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_sigterm)
 
 
 def _check_room(executor: RayExecutor) -> None:
