@@ -2,7 +2,6 @@
 
 import contextvars
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import cloudpickle
 import dspy
 
-from dspy_combee import ProviderError
+from dspy_combee import ProviderError, RayExecutor, ThreadExecutor
 from dspy_combee.testing import ScriptedLM
 
 WAIT = 30  # Seconds after which a test that hangs fails.
@@ -19,7 +18,7 @@ variable = contextvars.ContextVar("variable", default="unset")
 
 
 class Remote:
-    """A function that can run in other processes, made of a function of this module."""
+    """A function of an item, and of what is fixed, that can run in other processes."""
 
     def __init__(self, function, *fixed):
         self.function, self.fixed = function, fixed
@@ -48,6 +47,17 @@ class Remote:
         return f"lost {item}: {reason}"
 
 
+def ray_executor(width, backoff=None, **options):
+    """An executor whose tasks run on the session's Ray (fixture `local_ray`)."""
+    executor = RayExecutor(**options).with_width(width)
+    executor.local = ThreadExecutor(width, backoff)
+    return executor
+
+
+def square(item):
+    return item * item
+
+
 def note(folder, name):
     """Leave one file for each thing that happened."""
     Path(folder, f"{name}-{os.getpid()}-{time.monotonic_ns()}").touch()
@@ -64,6 +74,13 @@ def wait_for(condition, seconds=WAIT):
     return condition()
 
 
+def span(item, seconds):
+    """When the item ran; this machine's processes share the clock."""
+    started = time.monotonic()
+    time.sleep(seconds)
+    return started, time.monotonic()
+
+
 def most_at_once(spans):
     events = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
     inside = peak = 0
@@ -71,29 +88,6 @@ def most_at_once(spans):
         inside += change
         peak = max(peak, inside)
     return peak
-
-
-def square(item):
-    return item * item
-
-
-def where(item):
-    return os.getpid()
-
-
-def environment(name):
-    return os.environ.get(name)
-
-
-def settings(item):
-    return dspy.settings.lm, dspy.settings.num_threads
-
-
-def span(item, seconds):
-    """When the item ran; this machine's processes share the clock."""
-    started = time.monotonic()
-    time.sleep(seconds)
-    return started, time.monotonic()
 
 
 def meet(item, folder, size):
@@ -105,28 +99,10 @@ def meet(item, folder, size):
 
 
 def fail_first(item, folder):
-    note(folder, f"started{item}")
+    note(folder, "started")
     if item == 0:
         raise KeyError("item 0")
     wait_for(lambda: noted(folder, "over"))
-
-
-def leave(item):
-    raise SystemExit(3)
-
-
-def turned_away_once(item, folder):
-    note(folder, f"try{item}")
-    seen = variable.get()
-    variable.set("touched")
-    if noted(folder, f"try{item}") == 1:
-        raise ProviderError("slow down", transient=True)
-    return item, seen
-
-
-def turned_away(item, folder, transient):
-    note(folder, "try")
-    raise ProviderError("no connection", transient=transient, retry_after=None if transient else 3.0)
 
 
 def stall(item, folder):
@@ -138,27 +114,30 @@ def stall(item, folder):
     return item
 
 
-def block(item):
-    """Item 1 never lets go of the interpreter: nothing else in its process runs."""
-    if item == 1:
-        re.match(r"(a+)+$", "a" * 60 + "b")
-    return item
+def turned_away(item, folder, times, transient):
+    note(folder, f"try{item}")
+    seen = variable.get()
+    variable.set("touched")
+    if noted(folder, f"try{item}") <= times:
+        raise ProviderError("no connection", transient=transient, retry_after=None if transient else 3.0)
+    return item, seen
 
 
-def die(item, folder, times, who=(1,)):
+def die(item, folder, times, who):
     note(folder, f"run{item}")
     if item in who and noted(folder, f"run{item}") <= times:
         os.kill(os.getpid(), signal.SIGKILL)
     return item
 
 
-# Programs and metrics
+# Programs
 
 
 class Answering(dspy.Module):
-    def __init__(self):
+    def __init__(self, folder=None, seconds=0):
         super().__init__()
         self.answer = dspy.Predict("question -> answer")
+        self.folder, self.seconds = folder, seconds
 
 
 class Deadly(Answering):
@@ -189,26 +168,11 @@ class Helper(Answering):
 class Slow(Answering):
     """Notes that it runs, and takes its time."""
 
-    def __init__(self, folder, seconds):
-        super().__init__()
-        self.folder, self.seconds = folder, seconds
-
     def forward(self, question):
         note(self.folder, "rollout")
         time.sleep(self.seconds)
         return self.answer(question=question)
 
 
-def one(gold, pred, trace=None, pred_name=None, pred_trace=None):
-    return 1.0
-
-
-def odd(gold, pred, trace=None, pred_name=None, pred_trace=None):
-    """Raises on every second example."""
-    if gold.number % 2:
-        raise ArithmeticError(f"no number for {gold.number}")
-    return 1.0
-
-
-def right_lm(**options):
-    return ScriptedLM(default={"answer": "right", "hint": "look"}, **options)
+def right_lm():
+    return ScriptedLM(default={"answer": "right", "hint": "look"})

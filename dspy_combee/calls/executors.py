@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from dspy_combee.records.checks import check_int
@@ -283,27 +283,23 @@ class _Outcome:
     error: BaseException | None = None
 
 
+@dataclass
 class _Job:
     """Run one call of `ThreadExecutor.map`: hold its pending items and collect their outcomes."""
 
-    def __init__(
-        self,
-        function: Callable[[Any], Any],
-        items: list[Any],
-        timeout: float | None,
-        on_timeout: Callable[[Any], Any] | None,
-        slots: Throttle,
-    ) -> None:
-        self.function = function
-        self.items = items
-        self.timeout = timeout
-        self.on_timeout = on_timeout
-        self.slots = slots
-        self.context = contextvars.copy_context()
-        self.pending = deque(range(len(items)))
-        self.started: dict[int, float] = {}  # Items in flight. Whoever removes one gives its slot back.
-        self.attempts: Counter[int] = Counter()
-        self.outcomes: queue.SimpleQueue[_Outcome | None] = queue.SimpleQueue()
+    function: Callable[[Any], Any]
+    items: list[Any]
+    timeout: float | None
+    on_timeout: Callable[[Any], Any] | None
+    slots: Throttle
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    started: dict[int, float] = field(default_factory=dict)
+    """Items in flight. Whoever removes one gives its slot back."""
+    attempts: Counter[int] = field(default_factory=Counter)
+    outcomes: queue.SimpleQueue[_Outcome | None] = field(default_factory=queue.SimpleQueue)
+
+    def __post_init__(self) -> None:
+        self.pending = deque(range(len(self.items)))
 
     def add_worker(self) -> None:
         threading.Thread(target=self.work, name="dspy-combee", daemon=True).start()
@@ -350,7 +346,7 @@ class _Job:
             try:
                 outcome = self.outcomes.get(timeout=self._patience())
             except queue.Empty:
-                results.update(self._timed_out())
+                self._give_up_late()
                 continue
             if outcome is None:
                 continue
@@ -371,12 +367,11 @@ class _Job:
             return WAKE
         return min(WAKE, max(0.0, min(starts) + self.timeout - time.monotonic()))
 
-    def _timed_out(self) -> dict[int, Any]:
-        results: dict[int, Any] = {}
-        if self.timeout is not None and self.on_timeout is not None:
-            now = time.monotonic()
-            for index, start in self.started.copy().items():
-                if now - start >= self.timeout and self._end(index):
-                    results[index] = self.on_timeout(self.items[index])
-                    self.add_worker()
-        return results
+    def _give_up_late(self) -> None:
+        if self.timeout is None or self.on_timeout is None:
+            return
+        now = time.monotonic()
+        for index, start in self.started.copy().items():
+            if now - start >= self.timeout and self._end(index):
+                self.outcomes.put(_Outcome(index, self.on_timeout(self.items[index])))
+                self.add_worker()

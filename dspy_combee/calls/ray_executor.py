@@ -84,10 +84,11 @@ class RayExecutor(Executor):
         if address is not None and not address.strip():
             raise ValueError(f"address must be 'auto', 'host:port' or 'ray://host:port', or None, got {address!r}.")
         self.address = address
-        self.num_workers = None if num_workers is None else check_int("num_workers", num_workers)
-        self.examples_per_task = (
-            None if examples_per_task is None else check_int("examples_per_task", examples_per_task)
-        )
+        for name, number in (("num_workers", num_workers), ("examples_per_task", examples_per_task)):
+            if number is not None:
+                check_int(name, number)
+        self.num_workers = num_workers
+        self.examples_per_task = examples_per_task
         self.resources = _check_mapping("resources", resources) or {}
         for name, value in self.resources.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -215,12 +216,7 @@ class RayMap:
         self._lost = 0
 
     def run(self, payload: bytes) -> list[Any]:
-        """Return the results, in the order of the items.
-
-        Raises:
-            BaseException: The first error that an item raised.
-            ExecutorError: If a worker could not run the function, or all items were lost.
-        """
+        """Return the results, in the order of the items, or raise the first error."""
         import ray
 
         shared = ray.put(payload)
@@ -308,13 +304,10 @@ class _Connection:
         self._users = 0
         self._own = False  # Whether the connection was made here.
         self.environment: dict[str, Any] | None = None  # What the workers have already.
+        self._on_sigterm: Any = None  # The program's handler, which Ray replaces with its own.
 
     def open(self, executor: RayExecutor) -> None:
-        """Connect, unless that has been done.
-
-        Raises:
-            ExecutorError: If that fails, or no node of a Ray that was started could ever run a task.
-        """
+        """Connect unless that has been done; an `ExecutorError` says why it failed or that no task could ever run."""
         import ray
 
         with self._lock:
@@ -340,7 +333,7 @@ class _Connection:
         if not (executor.address or os.environ.get("RAY_ADDRESS", "")).startswith("ray://"):
             options["include_dashboard"] = False
         self._own, self.environment = True, executor.runtime_env
-        on_sigterm = signal.getsignal(signal.SIGTERM)
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             try:
                 ray.init(address=executor.address, **options)
@@ -350,9 +343,8 @@ class _Connection:
         except Exception as error:
             where = "started" if executor.address is None else f"joined at {executor.address!r}"
             raise ExecutorError(f"Ray could not be {where}: {shorten(str(error))}") from error
-        finally:
-            if on_sigterm is not None and threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, on_sigterm)  # Ray replaces the program's own handler.
+        if callable(self._on_sigterm):  # Otherwise Ray's handler is useful: it ends the program, and Ray with it.
+            self._restore_sigterm()
 
     def _leave(self) -> None:
         import ray
@@ -361,6 +353,12 @@ class _Connection:
         if self._own and not self._users:
             self._own, self.environment = False, None
             ray.shutdown()
+            self._restore_sigterm()
+
+    def _restore_sigterm(self) -> None:
+        is_ray = getattr(signal.getsignal(signal.SIGTERM), "__module__", "").startswith("ray.")
+        if is_ray and self._on_sigterm is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_sigterm)
 
 
 def _check_room(executor: RayExecutor) -> None:

@@ -38,10 +38,7 @@ _LOCAL_SETTINGS = {"trace", "usage_tracker", "caller_modules", "caller_predict",
 
 @runtime_checkable
 class RemoteFunction(Protocol):
-    """Run items in other processes, on pickled copies of this function.
-
-    The function is pickled once for each map, with whatever its items share.
-    """
+    """Run items in other processes, on a copy of this function that is pickled once for each map."""
 
     def __call__(self, item: Any) -> Any:
         """Return the result of an item, in either process."""
@@ -114,15 +111,7 @@ loads = pickle.loads
 
 
 def pack(value: Any, parts: Callable[[], Mapping[str, Any]]) -> bytes:
-    """Pickle a value.
-
-    Args:
-        value: The value.
-        parts: Returns what the value is made of, by the names that an error should use.
-
-    Raises:
-        TypeError: If it cannot be pickled, naming the smallest thing in the parts that cannot.
-    """
+    """Pickle a value, or raise a `TypeError` that names the smallest thing in its `parts` that cannot be pickled."""
     try:
         return dumps(value)
     except Exception as error:
@@ -217,11 +206,7 @@ class TaskPayload:
     """Whether DSPy's disk and memory caches are on, and the disk cache's folder if it is not DSPy's default."""
 
     def pack(self) -> bytes:
-        """Pickle the payload.
-
-        Raises:
-            TypeError: If that cannot be done, naming what cannot be pickled.
-        """
+        """Pickle the payload, or name what cannot be pickled in a `TypeError`."""
         settings = {f"dspy.settings.{name}": value for name, value in self.settings.items()}
         return pack(self, lambda: {**self.function.parts(), **settings})
 
@@ -247,12 +232,7 @@ class TaskPayload:
 
 
 def run_shard(payload: bytes, sent: bytes, threads: int) -> bytes:
-    """Run the items of a shard, in the worker.
-
-    Returns:
-        Pickled: what the function sends back (None after an error), the first error of an item or None, and the usage
-        tracked.
-    """
+    """Run the items of a shard, in the worker; return the results, the error that ended them and the usage, pickled."""
     task: TaskPayload = loads(payload)
     sent_back, failure = None, None
     with task.dspy_state() as tracker, _watchdog(task.timeout):
