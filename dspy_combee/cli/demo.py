@@ -65,6 +65,12 @@ def run(options: argparse.Namespace) -> None:
     lms = _real_lms(options)
     tasks = [conventions_task(options.seed + number) for number in range(1 if lms else SIMULATED_SEEDS)]
     train, val, test = (len(split) for split in (tasks[0].trainset, tasks[0].valset, tasks[0].testset))
+    needed = 2 * (val + options.minibatch_size)
+    if options.minibatch_size > train or options.budget < needed:
+        raise CommandError(
+            f"--minibatch-size {options.minibatch_size} and --budget {options.budget} do not go together: there are "
+            f"{train} examples, and a step takes {needed} metric calls"
+        )
     print(
         f"{SIMULATED if lms is None else f'CombeeOptimizer with {options.model}. Calls may cost money.'}\n\n"
         f"Task: {tasks[0].name}; {train} training, {val} validation and {test} held-out examples.\n"

@@ -58,9 +58,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Learn, printing a line for each step, and save the playbook; also what there is when an error ends the run."""
+    start = _start(options)
     _check(options)
     traces = _read(options)
-    optimizer = _optimizer(options, len(traces) * options.epochs)
+    optimizer = _optimizer(options, start, len(traces) * options.epochs)
     bad = traces.collection.counts.bad
     print(f"{len(traces):,} traces{f'; {bad:,} bad ones are left out' if bad else ''}.", flush=True)
     try:
@@ -80,11 +81,16 @@ def run(options: argparse.Namespace) -> None:
     print(f"{spent.calls:,} calls, {spent.input_tokens:,} tokens in, {spent.output_tokens:,} out{cost}.")
 
 
+def _start(options: argparse.Namespace) -> Playbook | None:
+    try:
+        return Playbook.load(options.playbook) if options.playbook else None
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--playbook {options.playbook}: {error}") from error
+
+
 def _check(options: argparse.Namespace) -> None:
     out, start = options.out, options.playbook
     check_writable("--out", out)
-    if start is not None and not start.is_file():
-        raise CommandError(f"--playbook {start}: there is no such file")
     if out.exists() and not (start is not None and out.samefile(start)):
         raise CommandError(f"--out {out} is there already: give another one, or go on from it with --playbook {out}")
     if options.simulate and (options.api_base or options.max_cost):
@@ -119,7 +125,7 @@ def _read(options: argparse.Namespace) -> _TracesOfAnyProgram:
     return _TracesOfAnyProgram(collection, options.limit)
 
 
-def _optimizer(options: argparse.Namespace, total: int) -> PlaybookOptimizer:
+def _optimizer(options: argparse.Namespace, start: Playbook | None, total: int) -> PlaybookOptimizer:
     read = 0
 
     def print_step(step: PlaybookStep) -> None:
@@ -141,7 +147,7 @@ def _optimizer(options: argparse.Namespace, total: int) -> PlaybookOptimizer:
             num_threads=options.num_threads,
             seed=options.seed,
             aggregator=TreeAggregator(max_context_tokens=options.max_context_tokens),
-            playbook=Playbook.load(options.playbook) if options.playbook else None,
+            playbook=start,
             log_dir=options.log_dir,
             max_reflection_cost=options.max_cost,
             step_callbacks=[print_step],
