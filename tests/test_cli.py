@@ -109,7 +109,8 @@ def served(openai_server, monkeypatch):
 
 
 def test_the_demo_over_http(served, openai_server, capsys):
-    openai_server.handler = lambda body, engine=SimulatedLM().engine: relay(body, engine)
+    engine = SimulatedLM().engine
+    openai_server.handler = lambda body: relay(body, engine)
     assert command("demo", *served) == 0
     ((before, after),) = accuracies(capsys.readouterr().out)["Combee"]
     assert after > before
