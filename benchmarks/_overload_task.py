@@ -15,9 +15,16 @@ from typing import Any
 
 import dspy
 
-from dspy_combee.testing import Loss, SimulatedLM, Student
-from dspy_combee.testing.playbook_simulation import PlaybookCurator, PlaybookMerge, PlaybookReflector
-from dspy_combee.testing.tasks import FeedbackMetric, Task
+from dspy_combee.testing import (
+    FeedbackMetric,
+    Loss,
+    PlaybookCurator,
+    PlaybookMerge,
+    PlaybookReflector,
+    SimulatedLM,
+    Student,
+    Task,
+)
 
 LINES = 3
 BASE_ABILITY = 0.5

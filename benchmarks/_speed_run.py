@@ -17,7 +17,7 @@ import dspy
 
 from benchmarks._speed_lm import Latency, LoggedCall, timed_lm
 from dspy_combee import CombeeOptimizer
-from dspy_combee.testing.tasks import Task
+from dspy_combee.testing import Task
 
 WIDTH = 64
 

@@ -11,7 +11,7 @@ Figure 7: minibatches of 50 in k in {1, 2, 5, 7, 10, 25, 50} groups with p in {1
 different lessons are in what was learned. The paper takes k = floor(sqrt(50)) = 7. Where the best
 k is another, the table says so. (At k = 1 and 2 every p is 1: p = 2 would put a record into every group.)
 
-Without `--model` both are run on the two simulated reflection models of `dspy_combee.simulation`: (a) keeps each
+Without `--model` both are run on the two simulated reflection models of `dspy_combee.testing`: (a) keeps each
 lesson with a probability that falls with the prompt's length, (b) keeps at most a fixed number per call.
 """
 
@@ -42,7 +42,7 @@ from benchmarks._options import above_zero, whole
 from benchmarks.run import SIMULATED, spread
 from benchmarks.tasks import LOSSES, SIZES, Pace, Task, load_task
 from dspy_combee import CombeeError, CombeeOptimizer, PlaybookOptimizer
-from dspy_combee.cli.command_line import quiet_logs
+from dspy_combee.cli.common import quiet_logs
 from dspy_combee.records.text import estimate_tokens
 from dspy_combee.testing import find_lessons
 

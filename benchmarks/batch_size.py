@@ -35,8 +35,7 @@ from gepa.proposer.reflective_mutation.base import CandidateSelector
 
 from benchmarks._options import whole
 from dspy_combee import CombeeOptimizer, CombeeResult, PowerLawBatchSize
-from dspy_combee.testing import Prompt, Reflector, Role, SimulatedLM, Student
-from dspy_combee.testing.tasks import Task, conventions_task
+from dspy_combee.testing import Prompt, Reflector, Role, SimulatedLM, Student, Task, conventions_task
 
 TARGET = 0.90
 NUM_EXAMPLES = 400

@@ -43,7 +43,7 @@ from benchmarks._cells import (
 from benchmarks._options import above_zero, whole
 from benchmarks.tasks import LOSSES, SIZES, Pace, Task, load_task
 from dspy_combee.calls.provider_errors import FATAL_ERRORS
-from dspy_combee.cli.command_line import quiet_logs
+from dspy_combee.cli.common import quiet_logs
 from dspy_combee.records.errors import ProviderError
 
 PHASES = ("profiling", "rollouts", "validation", "feedback", "reflection")

@@ -32,7 +32,7 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 from benchmarks._speed_costs import TreeCost, growth, import_seconds, programs, rollout_cost, tree_cost
 from benchmarks._speed_lm import Latency
 from benchmarks._speed_run import WIDTH, Timing, timed_run
-from dspy_combee.testing.tasks import Task, conventions_task
+from dspy_combee.testing import Task, conventions_task
 
 PATH_TARGET = 1.10
 CPU_TARGET = 1.2

@@ -3,7 +3,7 @@
     python -m benchmarks.tasks                  # prints the splits; files come from the folder COMBEE_DATA
     python -m benchmarks.tasks --data FOLDER
 
-`conventions` is made up and needs no files. `formula` and `finer` are read from files of yours (`dspy_combee.tasks`
+`conventions` is made up and needs no files. `formula` and `finer` are read from files of yours (`benchmarks._finance`
 says which, and where they come from). The splits are drawn once, by `SPLIT_SEED`: every run of every benchmark learns
 from the same training examples and is judged by the same held-out ones. The seed of a run is for all the rest.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 import dspy
 
-from dspy_combee.cli.demo import _answer_key
+from benchmarks._finance import DATA_VARIABLE, FINER_FILE, FORMULA_FILE, answer_key, finer_task, formula_task
 from dspy_combee.testing import (
     CapacityLoss,
     Loss,
@@ -29,12 +29,12 @@ from dspy_combee.testing import (
     Reflector,
     SimulatedLM,
     Student,
+    Task,
+    conventions_task,
     count_tokens,
+    playbook_roles,
     read_code,
 )
-from dspy_combee.testing.finance import DATA_VARIABLE
-from dspy_combee.testing.playbook_simulation import playbook_roles
-from dspy_combee.testing.tasks import FINER_FILE, FORMULA_FILE, Task, conventions_task, finer_task, formula_task
 
 SPLIT_SEED = 0
 FORMULA_VALIDATION_FILE = "formula_val_subset_300.jsonl"
@@ -137,13 +137,13 @@ def simulated_models(task: Task, seed: int = 0, loss: str = "power", pace: Pace 
     Args:
         task: A task of this module.
         seed: Seed of the draws.
-        loss: What one reflection call keeps: `"power"`, model (a) of `dspy_combee.simulation`, with its one record the
+        loss: What one reflection call keeps: `"power"`, model (a) of the README, with its one record the
             first of the task; or `"capacity"`, model (b).
         pace: How long replies take. Default: no time.
     """
     pace = pace or Pace()
     lossy = simulated_loss(task, loss)
-    solver = read_code if "code" in task.trainset[0] else _answer_key(task, seed)
+    solver = read_code if "code" in task.trainset[0] else answer_key(task, seed)
     student = PacedStudent(solver, pace=pace, rng=random.Random(seed))
     fixed, per_token = pace.scaled(pace.reflection), pace.scaled(pace.per_token)
     return Models(

@@ -9,7 +9,7 @@ terminal around it; the feedback of a run that went wrong states the convention 
 from them in one pass, with n = 1, 5 and 30 traces a step, reduced by the tree (Combee) and by one flat call (ACE with
 a larger batch), and judged on 80 held-out invoices. With n = 1 there is nothing to reduce: tree and flat are one.
 
-The reflection model is simulated, by the two losses of `dspy_combee.simulation`: (a) a lesson survives a call with a
+The reflection model is simulated, by the two losses of `dspy_combee.testing`: (a) a lesson survives a call with a
 probability that falls with the prompt's length, (b) a call passes on at most four. The same loss holds for the calls of
 the tree and for the flat call; the "prompt of one record" of (a) is a trace for the reflector, and a reflection for the
 curator and the merge, which read nothing else. Latencies are simulated inside the engine and divided
@@ -36,10 +36,19 @@ from benchmarks._cells import judge, run_program, timed, versions
 from benchmarks._options import above_zero
 from benchmarks.tasks import LOSSES, Pace
 from dspy_combee import Playbook, PlaybookOptimizer, Trace, traces_from
-from dspy_combee.cli.command_line import quiet_logs
-from dspy_combee.testing import CapacityLoss, PowerLoss, Role, SimulatedLM, Student, count_tokens, read_code
-from dspy_combee.testing.playbook_simulation import playbook_roles
-from dspy_combee.testing.tasks import Task, conventions_task
+from dspy_combee.cli.common import quiet_logs
+from dspy_combee.testing import (
+    CapacityLoss,
+    PowerLoss,
+    Role,
+    SimulatedLM,
+    Student,
+    Task,
+    conventions_task,
+    count_tokens,
+    playbook_roles,
+    read_code,
+)
 from dspy_combee.traces import TraceMessage, render_trace
 
 NUM_TRACES, NUM_HELD_OUT = 60, 80

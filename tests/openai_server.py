@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from dspy import lm15
+
 CHAT_PATH = "/v1/chat/completions"
 
 
@@ -121,6 +123,13 @@ class OpenAIServer:
             self.handler_errors.append(error)
             return Reply(f"the test's handler raised {error!r}", status=500)
         return Reply(reply) if isinstance(reply, str) else reply
+
+
+def relay(body: dict[str, Any], engine: Any) -> str:
+    """The text that a fake engine of `dspy_combee.testing` answers a request with."""
+    texts = [message["content"] for message in body["messages"]]
+    messages = tuple(lm15.Message.user(text) for text in texts[1:] or texts)
+    return str(engine.complete(lm15.Request("m", messages, system=texts[0] if texts[1:] else None)).text)
 
 
 class _HTTPServer(ThreadingHTTPServer):

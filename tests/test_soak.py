@@ -18,7 +18,7 @@ from dspy.clients import base_lm
 
 from dspy_combee import CombeeOptimizer
 from dspy_combee.calls.executors import Backoff, ThreadExecutor
-from dspy_combee.testing.fake_engine import FakeEngine, FakeLM, Reply
+from dspy_combee.testing import FakeEngine, FakeLM, Reply
 
 pytestmark = [
     pytest.mark.slow,

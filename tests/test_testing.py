@@ -1,6 +1,4 @@
-"""The LMs of `dspy_combee.testing`."""
-
-from __future__ import annotations
+"""What `dspy_combee.testing` offers: an LM that is scripted, one that is simulated, and the task that it learns."""
 
 import asyncio
 import copy
@@ -9,7 +7,7 @@ import math
 import random
 import re
 import threading
-import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
@@ -19,12 +17,11 @@ from dspy import lm15
 from dspy.teleprompt.gepa import InstructionProposer
 from dspy.utils.exceptions import LMRateLimitError, LMTimeoutError, LMTransportError, LMUnexpectedError
 
-from dspy_combee import CombeeProposer
-from dspy_combee.learners.instruction import MergeInstructions
+from dspy_combee import CombeeProposer, Playbook, PlaybookOptimizer
 from dspy_combee.testing import (
-    AnswerKey,
     CapacityLoss,
     Lesson,
+    PlaybookCurator,
     PowerLoss,
     Prompt,
     Reflector,
@@ -33,213 +30,209 @@ from dspy_combee.testing import (
     SimulatedLM,
     Student,
     Tally,
+    Task,
     UnmatchedPromptError,
+    conventions_task,
     count_tokens,
     find_lessons,
+    playbook_roles,
     read_code,
+    shuffled_feedback,
 )
 
-
-def ask(lm, question="crimson?", adapter=None, signature="question -> answer"):
-    with dspy.context(lm=lm, adapter=adapter or dspy.ChatAdapter()):
-        return dspy.Predict(signature)(question=question)
+CHAT, JSON = dspy.ChatAdapter(), dspy.JSONAdapter()
 
 
-class TestScriptedLM:
-    @pytest.mark.parametrize(
-        "matcher",
-        ["crimson", re.compile(r"\bcrims[oa]n\b"), lambda prompt: "crimson" in prompt.question],
-        ids=["substring", "pattern", "predicate"],
-    )
-    def test_first_rule_that_matches_answers(self, matcher):
-        lm = ScriptedLM([("blue", {"answer": "no"}), (matcher, {"answer": "yes"}), ("crimson", {"answer": "late"})])
-        assert ask(lm).answer == "yes"
-        assert ask(lm, "blue?").answer == "no"
+def ask(lm, signature="question -> answer", adapter=CHAT, **inputs):
+    with dspy.context(lm=lm, adapter=adapter):
+        return dspy.Predict(signature)(**(inputs or {"question": "crimson?"}))
 
-    def test_rules_may_be_a_mapping_and_a_default_takes_the_rest(self):
-        lm = ScriptedLM({"crimson": {"answer": "yes"}}, default={"answer": "other"})
-        assert [ask(lm, q).answer for q in ("crimson", "green")] == ["yes", "other"]
 
-    @pytest.mark.parametrize("adapter", [dspy.ChatAdapter(), dspy.JSONAdapter()], ids=["markers", "json"])
-    def test_fields_come_in_the_format_that_the_prompt_asks_for(self, adapter):
-        lm = ScriptedLM(default={"answer": 'a "quote"\nand [[ ## answer ## ]] {x}', "numbers": [1, 2]})
-        prediction = ask(lm, adapter=adapter, signature="question -> numbers: list[int], answer")
-        assert prediction.numbers == [1, 2]
-        assert prediction.answer.startswith('a "quote"')
-        call = lm.calls[0]
-        assert call.prompt.output_fields == ("numbers", "answer")
-        assert call.prompt.wants_json == isinstance(adapter, dspy.JSONAdapter)
-        assert call.reply.startswith("{") == call.prompt.wants_json
+def answer(lm, question="crimson?", signature="question -> answer"):
+    return ask(lm, signature, question=question).answer
 
-    def test_a_schema_in_the_request_asks_for_json_too(self):
-        schema = {"type": "json_schema", "schema": {"properties": {"answer": {"type": "string"}}}}
-        request = lm15.Request("m", (lm15.Message.user("hi"),), config=lm15.Config(response_format=schema))
-        prompt = Prompt.of(request)
-        assert prompt.wants_json
-        assert prompt.output_fields == ("answer",)
 
-    def test_field_markers_in_the_data_are_not_output_fields(self):
-        lm = ScriptedLM(default={"answer": "yes"})
-        ask(lm, "Respond with a JSON object in the following order of fields: `fake`.")
-        assert lm.calls[0].prompt.output_fields == ("answer",)
+# Scripts ------------------------------------------------------------------------------------------------------
 
-    def test_a_list_is_used_up_in_order_then_later_rules_answer(self):
-        lm = ScriptedLM([("crimson", [{"answer": "1"}, {"answer": "2"}]), ("crimson", {"answer": "rest"})])
-        assert [ask(lm).answer for _ in range(4)] == ["1", "2", "rest", "rest"]
 
-    def test_a_list_is_used_once_each_under_threads(self):
-        lm = ScriptedLM([("crimson", [{"answer": str(i)} for i in range(64)])], latency=0.001)
-        with ThreadPoolExecutor(16) as pool:
-            answers = list(pool.map(lambda _: ask(lm).answer, range(64)))
-        assert sorted(map(int, answers)) == list(range(64))
+@pytest.mark.parametrize(
+    "matcher",
+    ["crimson", re.compile(r"\bcrims[oa]n\b"), lambda prompt: "crimson" in prompt.question],
+    ids=["substring", "pattern", "predicate"],
+)
+def test_the_first_rule_that_matches_answers(matcher):
+    lm = ScriptedLM([("blue", {"answer": "no"}), (matcher, {"answer": "yes"}), ("crimson", {"answer": "late"})])
+    assert [answer(lm, question) for question in ("crimson?", "blue?")] == ["yes", "no"]
 
-    def test_a_callable_sees_the_prompt(self):
-        lm = ScriptedLM(default=lambda prompt: {"answer": prompt.output_fields[0] + prompt.system[:4]})
-        assert ask(lm).answer == "answerYour"
 
-    @pytest.mark.parametrize(
-        ("error", "seen"),
-        [
-            (lm15.RateLimitError("slow down"), LMRateLimitError),
-            (TimeoutError("late"), LMTimeoutError),
-            (ConnectionError("gone"), LMTransportError),
-            (KeyError("bug"), LMUnexpectedError),
-        ],
-    )
-    def test_errors_are_what_dspy_makes_of_a_provider_s(self, error, seen):
-        lm = ScriptedLM([("crimson", [error, {"answer": "yes"}])])
-        with pytest.raises(seen):
-            ask(lm)
-        assert ask(lm).answer == "yes"
-        assert lm.calls[0].reply.endswith(str(error))
+def test_rules_may_be_a_mapping_and_a_default_takes_the_rest():
+    lm = ScriptedLM({"crimson": {"answer": "yes"}}, default={"answer": "other"})
+    assert [answer(lm, question) for question in ("crimson", "green")] == ["yes", "other"]
 
-    def test_retries_are_dspy_s_when_asked_for(self):
-        error = lm15.RateLimitError("slow down", retry_after=0.0)
-        lm = ScriptedLM([("crimson", [error, {"answer": "yes"}])], num_retries=1)
-        assert ask(lm).answer == "yes"
-        assert len(lm.calls) == 2
 
-    def test_reply_has_finish_reason_and_reasoning(self):
-        lm = ScriptedLM(default=Reply('{"answer": "ye', finish_reason="length", reasoning="hm"))
-        lm("hello")
-        response = lm.history[-1]["response"]
-        assert response.finish_reason == "length"
-        assert response.text == '{"answer": "ye'
-        assert lm.history[-1]["outputs"][0]["reasoning_content"] == "hm"
+def test_a_list_is_used_up_in_order_then_later_rules_answer():
+    lm = ScriptedLM([("crimson", [{"answer": "1"}, {"answer": "2"}]), ("crimson", {"answer": "rest"})])
+    assert [answer(lm) for _ in range(4)] == ["1", "2", "rest", "rest"]
 
-    def test_no_rule_names_the_end_of_the_prompt(self):
-        lm = ScriptedLM([("blue", "x")])
-        with pytest.raises(AssertionError, match="violet") as caught:
-            lm("What about violet")
-        assert isinstance(caught.value, UnmatchedPromptError)
-        assert "UnmatchedPromptError" in lm.calls[0].reply
 
-    def test_a_reply_of_the_wrong_type_is_an_error(self):
-        with pytest.raises(LMUnexpectedError, match="a reply is"):
-            ScriptedLM(default=7)("hello")
+def test_a_list_is_used_once_each_under_threads():
+    lm = ScriptedLM([("crimson", [str(i) for i in range(64)])], latency=0.001)
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda _: lm("crimson")[0], range(64)))
+    assert sorted(map(int, answers)) == list(range(64))
 
-    def test_calls_times_and_concurrency_are_recorded(self):
-        together = threading.Barrier(4, timeout=30)
 
-        def answer(prompt):
-            together.wait()
-            return {"answer": "yes"}
+def test_a_callable_sees_the_prompt():
+    lm = ScriptedLM(default=lambda prompt: {"answer": f"{prompt.output_fields} {prompt.system[:4]} {prompt.demos}"})
+    assert answer(lm) == "('answer',) Your"
+    assert lm.calls[0].prompt.input("question") == "crimson?"
+    assert lm.calls[0].prompt.input("context") == ""
 
-        lm = ScriptedLM(default=answer, latency=0.02)
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda q: ask(lm, q), ["a", "b", "c", "d"]))
-        assert lm.peak_concurrency == 4
-        assert len(lm.calls) == 4
-        assert all(call.ended - call.started >= 0.02 for call in lm.calls)
-        assert {call.prompt.question[:40].splitlines()[1] for call in lm.calls} == {"a", "b", "c", "d"}
-        with pytest.raises(AttributeError):
-            lm.calls[0].reply = "other"
 
-    def test_latency_may_depend_on_the_prompt_and_chance(self):
-        drawn = []
+@pytest.mark.parametrize("adapter", [CHAT, JSON], ids=["markers", "json"])
+def test_fields_come_in_the_format_that_the_prompt_asks_for(adapter):
+    lm = ScriptedLM(default={"answer": 'a "quote"\nand [[ ## answer ## ]] {x}', "numbers": [1, 2]})
+    prediction = ask(lm, "question -> numbers: list[int], answer", adapter)
+    assert prediction.numbers == [1, 2]
+    assert prediction.answer.startswith('a "quote"')
+    (call,) = lm.calls
+    assert call.prompt.output_fields == ("numbers", "answer")
+    assert call.prompt.wants_json == call.reply.startswith("{") == (adapter is JSON)
 
-        def latency(prompt, rng):
-            drawn.append(rng.random())
-            return 0.2 if "slow" in prompt else 0.0
 
-        lm = ScriptedLM(default="x", latency=latency)
-        lm("slow")
-        lm("quick")
-        slow, quick = (call.ended - call.started for call in lm.calls)
-        assert slow >= 0.2
-        assert slow > quick
-        assert len(set(drawn)) == 2
+def test_what_a_prompt_asks_for_is_told_from_the_request_and_never_from_data():
+    schema = {"type": "json_schema", "schema": {"properties": {"answer": {"type": "string"}}}}
+    request = lm15.Request("m", (lm15.Message.user("hi"),), config=lm15.Config(response_format=schema))
+    assert Prompt.of(request).wants_json
+    assert Prompt.of(request).output_fields == ("answer",)
+    lm = ScriptedLM(default={"answer": "yes"})
+    answer(lm, "Respond with a JSON object in the following order of fields: `fake`.")
+    assert lm.calls[0].prompt.output_fields == ("answer",)
 
-    def test_async_programs_work_and_do_not_hold_the_loop(self):
-        lm = ScriptedLM(default={"answer": "yes"}, latency=0.5)
-        predict = dspy.Predict("question -> answer")
 
-        async def both():
-            with dspy.context(lm=lm):
-                return await asyncio.gather(*(predict.acall(question=q) for q in "ab"))
+def test_media_appear_as_a_tag():
+    lm = ScriptedLM(default={"answer": "yes"})
+    ask(lm, "picture: dspy.Image -> answer", picture=dspy.Image("https://example.org/a.png"))
+    assert "https://example.org/a.png" in lm.calls[0].prompt
 
-        assert [p.answer for p in asyncio.run(both())] == ["yes", "yes"]
-        assert lm.peak_concurrency == 2
 
-    def test_streams_end_in_the_same_text(self):
-        lm = ScriptedLM(default="one two")
-        request = lm15.Request("m", (lm15.Message.user("hi"),))
-        events = list(lm.engine.stream(request))
-        assert events[0].type == "start"
-        assert events[-1].type == "end"
-        assert "".join(e.delta.text for e in events if e.type == "delta") == "one two"
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [
+        (lm15.RateLimitError("slow down"), LMRateLimitError),
+        (TimeoutError("late"), LMTimeoutError),
+        (ConnectionError("gone"), LMTransportError),
+        (KeyError("bug"), LMUnexpectedError),
+    ],
+)
+def test_errors_are_what_dspy_makes_of_a_provider_s(error, seen):
+    lm = ScriptedLM([("crimson", [error, {"answer": "yes"}])])
+    with pytest.raises(seen):
+        answer(lm)
+    assert answer(lm) == "yes"
+    assert lm.calls[0].reply.endswith(str(error))
 
-    def test_copies_share_the_script_and_the_record(self):
-        lm = ScriptedLM([("crimson", [{"answer": "1"}, {"answer": "2"}, {"answer": "3"}])])
-        program = dspy.Predict("question -> answer")
-        program.lm = lm
-        twin = program.deepcopy()
-        other = lm.copy(temperature=0.5)
-        assert copy.deepcopy(lm) is lm
-        assert twin.lm is lm
-        assert program(question="crimson").answer == "1"
-        assert twin(question="crimson").answer == "2"
-        assert ask(other, "crimson").answer == "3"
-        assert len(lm.calls) == len(other.calls) == 3
-        assert other.kwargs["temperature"] == 0.5
-        assert lm.kwargs.get("temperature") is None
 
-    def test_defaults_do_not_cache_or_retry(self):
-        lm = ScriptedLM(default="x")
-        lm("same")
-        lm("same")
-        assert len(lm.calls) == 2
-        assert (lm.cache, lm.num_retries) == (False, 0)
-        assert ScriptedLM(default="x", num_retries=2).num_retries == 2
+def test_retries_are_dspy_s_when_asked_for_and_nothing_is_cached():
+    error = lm15.RateLimitError("slow down", retry_after=0.0)
+    lm = ScriptedLM([("crimson", [error])], {"answer": "yes"}, num_retries=1)
+    assert [answer(lm), answer(lm)] == ["yes", "yes"]
+    assert len(lm.calls) == 3
+    assert (ScriptedLM().cache, ScriptedLM().num_retries) == (False, 0)
 
-    def test_a_pickled_copy_answers_and_starts_a_record_of_its_own(self):
-        lm = ScriptedLM([("crimson", "yes")])
-        lm("crimson")
-        twin = cloudpickle.loads(cloudpickle.dumps(lm))
-        assert twin("crimson") == ["yes"]
-        assert (len(lm.calls), len(twin.calls)) == (1, 1)
 
-    def test_media_appear_as_a_tag(self):
-        lm = ScriptedLM(default={"answer": "yes"})
+def test_a_reply_has_finish_reason_and_reasoning():
+    lm = ScriptedLM(default=Reply('{"answer": "ye', finish_reason="length", reasoning="hm"))
+    lm("hello")
+    response = lm.history[-1]["response"]
+    assert (response.finish_reason, response.text) == ("length", '{"answer": "ye')
+    assert lm.history[-1]["outputs"][0]["reasoning_content"] == "hm"
+
+
+def test_prompts_and_replies_that_a_script_cannot_serve_are_errors():
+    lm = ScriptedLM([("blue", "x")])
+    with pytest.raises(AssertionError, match="violet") as caught:
+        lm("What about violet")
+    assert isinstance(caught.value, UnmatchedPromptError)
+    assert "UnmatchedPromptError" in lm.calls[0].reply
+    with pytest.raises(LMUnexpectedError, match="a reply is"):
+        ScriptedLM(default=7)("hello")
+
+
+def test_calls_times_and_concurrency_are_recorded():
+    together = threading.Barrier(4, timeout=30)
+
+    def meet(prompt):
+        together.wait()
+        return "yes"
+
+    lm = ScriptedLM(default=meet, latency=0.02)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lm, ["a", "b", "c", "d"]))
+    assert lm.peak_concurrency == len(lm.calls) == 4
+    assert all(call.ended - call.started >= 0.02 for call in lm.calls)
+    assert {call.prompt for call in lm.calls} == {"a", "b", "c", "d"}
+    with pytest.raises(AttributeError):
+        lm.calls[0].reply = "other"
+
+
+def test_latency_may_depend_on_the_prompt_and_chance():
+    drawn = []
+
+    def latency(prompt, rng):
+        drawn.append(rng.random())
+        return 0.05 if "slow" in prompt else 0.0
+
+    lm = ScriptedLM(default="x", latency=latency)
+    lm("slow")
+    lm("quick")
+    assert lm.calls[0].ended - lm.calls[0].started >= 0.05
+    assert len(set(drawn)) == 2
+
+
+def test_async_programs_work_and_do_not_hold_the_loop():
+    lm = ScriptedLM(default={"answer": "yes"}, latency=0.1)
+    predict = dspy.Predict("question -> answer")
+
+    async def both():
         with dspy.context(lm=lm):
-            dspy.Predict("picture: dspy.Image -> answer")(picture=dspy.Image("https://example.org/a.png"))
-        assert "https://example.org/a.png" in lm.calls[0].prompt
+            return await asyncio.gather(*(predict.acall(question=question) for question in "ab"))
 
+    assert [prediction.answer for prediction in asyncio.run(both())] == ["yes", "yes"]
+    assert lm.peak_concurrency == 2
+
+
+def test_streams_end_in_the_same_text():
+    lm = ScriptedLM(default="one two")
+    events = list(lm.engine.stream(lm15.Request("m", (lm15.Message.user("hi"),))))
+    assert (events[0].type, events[-1].type) == ("start", "end")
+    assert "".join(event.delta.text for event in events if event.type == "delta") == "one two"
+
+
+def test_copies_share_the_script_and_the_record():
+    lm = ScriptedLM([("crimson", [{"answer": "1"}, {"answer": "2"}, {"answer": "3"}])])
+    program = dspy.Predict("question -> answer")
+    program.lm = lm
+    twin, other = program.deepcopy(), lm.copy(temperature=0.5)
+    assert copy.deepcopy(lm) is lm is twin.lm
+    assert [program(question="crimson").answer, twin(question="crimson").answer, answer(other)] == ["1", "2", "3"]
+    assert len(lm.calls) == len(other.calls) == 3
+    assert (other.kwargs["temperature"], lm.kwargs.get("temperature")) == (0.5, None)
+
+
+def test_a_pickled_copy_answers_and_starts_a_record_of_its_own():
+    lm = ScriptedLM([("crimson", "yes")])
+    lm("crimson")
+    twin = cloudpickle.loads(cloudpickle.dumps(lm))
+    assert twin("crimson") == ["yes"]
+    assert (len(lm.calls), len(twin.calls)) == (1, 1)
+
+
+# Lessons and what is lost of them -----------------------------------------------------------------------------
 
 LESSONS = [Lesson(f"TOPIC {i}", f"post to {4000 + i}-AA with {i}.5 in it") for i in range(40)]
 OWN_TEXT = "Give the code.\n\nThe default holds unless a convention says otherwise."
-
-
-def propose(lm, records, current=OWN_TEXT):
-    with dspy.context(lm=lm):
-        return InstructionProposer()({"p": current}, {"p": records}, ["p"])["p"]
-
-
-def merge(lm, proposals, current=OWN_TEXT):
-    with dspy.context(lm=lm, adapter=dspy.JSONAdapter()):
-        return dspy.Predict(MergeInstructions)(
-            current_instruction=current, proposed_instructions=proposals
-        ).new_instruction
+KEEP_ALL = Reflector(CapacityLoss(1000))
 
 
 def record(lesson):
@@ -247,231 +240,341 @@ def record(lesson):
     return {"Inputs": {"q": "x"}, "Generated Outputs": {"a": "y"}, "Feedback": feedback}
 
 
-KEEP_ALL = Reflector(CapacityLoss(1000))
+def propose(lm, records, current=OWN_TEXT):
+    with dspy.context(lm=lm):
+        return InstructionProposer()({"p": current}, {"p": records}, ["p"])["p"]
 
 
-class TestLessons:
-    def test_found_in_prose_in_lists_and_in_json(self):
-        lesson = LESSONS[3]
-        texts = [
-            f"Wrong. {lesson} Then more.",
-            f"- {lesson}\n- {lesson}",
-            json.dumps([{"a": f'"x"\n{lesson}\ny'}]),
-            f"({lesson})",
-        ]
-        assert [find_lessons(text) for text in texts] == [[lesson]] * 4
-
-    def test_none_where_none_is_stated(self):
-        assert find_lessons("The Convention is old. Convention: none. Convention A B without a colon.") == []
-
-    def test_distinct_and_in_order(self):
-        assert find_lessons(" ".join(map(str, [LESSONS[2], LESSONS[1], LESSONS[2]]))) == [LESSONS[2], LESSONS[1]]
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"Wrong. {LESSONS[3]} Then more.", [3]),
+        (f"- {LESSONS[3]}\n- {LESSONS[3]}", [3]),
+        (json.dumps([{"a": f'"x"\n{LESSONS[3]}\ny'}]), [3]),
+        (f"({LESSONS[3]})", [3]),
+        (" ".join(map(str, [LESSONS[2], LESSONS[1], LESSONS[2]])), [2, 1]),
+        ("The Convention is old. Convention: none. Convention A B without a colon.", []),
+    ],
+)
+def test_lessons_are_found_in_any_text(text, found):
+    assert find_lessons(text) == [LESSONS[place] for place in found]
 
 
-class TestLoss:
-    def test_the_exponent_is_the_paper_s_flat_formula_ratio(self):
-        assert math.log(264 / 21) / math.log(100) == pytest.approx(PowerLoss().beta, abs=0.005)
-
-    @pytest.mark.parametrize(("factor", "share"), [(0.5, 1.0), (1, 1.0), (100, 21 / 264)])
-    def test_power_loss_keeps_the_share(self, factor, share):
-        loss, rng = PowerLoss(), random.Random(0)
-        kept = sum(len(loss.keep(LESSONS, int(factor * loss.one_record_tokens), rng)) for _ in range(400))
-        assert kept / (400 * len(LESSONS)) == pytest.approx(share, abs=0.01)
-
-    def test_capacity_loss_keeps_at_most_its_capacity_in_order(self):
-        kept = CapacityLoss(4).keep(LESSONS, 10**6, random.Random(1))
-        assert len(kept) == 4
-        assert kept == sorted(kept, key=LESSONS.index)
-        assert CapacityLoss(4).keep(LESSONS[:2], 1, random.Random(1)) == LESSONS[:2]
-
-    def test_the_default_one_record_prompt_is_the_size_of_one(self):
-        from dspy_combee.testing.tasks import conventions_task
-
-        task = conventions_task()
-        sizes = []
-        for example in task.trainset[:20]:
-            feedback = task.metric(example, dspy.Prediction(code="1234-00")).feedback
-            lm = ScriptedLM(default={"new_instruction": "x"})
-            one = {"Inputs": example.inputs().toDict(), "Generated Outputs": {"code": "1234-00"}, "Feedback": feedback}
-            propose(lm, [one], task.program.signature.instructions)
-            sizes.append(count_tokens(lm.calls[0].prompt.question))
-        assert sum(sizes) / len(sizes) == pytest.approx(PowerLoss().one_record_tokens, rel=0.1)
+@pytest.mark.parametrize(("factor", "share"), [(0.5, 1.0), (1, 1.0), (100, 21 / 264)])
+def test_power_loss_is_the_paper_s_flat_formula_ratio(factor, share):
+    loss, rng = PowerLoss(), random.Random(0)
+    assert math.log(264 / 21) / math.log(100) == pytest.approx(loss.beta, abs=0.005)
+    kept = sum(len(loss.keep(LESSONS, int(factor * loss.one_record_tokens), rng)) for _ in range(400))
+    assert kept / (400 * len(LESSONS)) == pytest.approx(share, abs=0.01)
 
 
-class TestReflector:
-    def test_reads_records_and_keeps_the_instruction_s_own_text(self):
-        lm = SimulatedLM(reflector=KEEP_ALL)
-        text = propose(lm, [record(lesson) for lesson in LESSONS])
-        assert find_lessons(text) == LESSONS
-        assert text.startswith("Give the code.\nThe default holds")
-
-    def test_merges_proposals_with_the_same_function(self):
-        lm = SimulatedLM(reflector=KEEP_ALL)
-        parts = [propose(lm, [record(lesson) for lesson in LESSONS[i::4]]) for i in range(4)]
-        merged = merge(lm, parts)
-        assert set(find_lessons(merged)) == set(LESSONS)
-        assert merged.count("The default holds") == 1
-        assert lm.usage["reflection"].calls == 5
-
-    def test_lessons_of_the_current_instruction_are_input_like_the_rest(self):
-        lm = SimulatedLM(reflector=KEEP_ALL)
-        first = propose(lm, [record(LESSONS[0])])
-        second = propose(lm, [record(LESSONS[1])], first)
-        assert find_lessons(second) == LESSONS[:2]
-        assert second.count("Conventions learned so far") == 1
-
-    def test_long_prompts_lose_lessons(self):
-        lm = SimulatedLM()
-        few = sum(len(find_lessons(propose(lm, [record(lesson)]))) for lesson in LESSONS)
-        assert few > 35
-        assert len(find_lessons(propose(lm, [record(lesson) for lesson in LESSONS]))) < 25
-
-    def test_never_empty(self):
-        assert propose(SimulatedLM(), [record("nothing")], "Convention A: old thing.").strip()
+def test_capacity_loss_keeps_at_most_its_capacity_in_order():
+    kept = CapacityLoss(4).keep(LESSONS, 10**6, random.Random(1))
+    assert len(kept) == 4
+    assert kept == sorted(kept, key=LESSONS.index)
+    assert CapacityLoss(4).keep(LESSONS[:2], 1, random.Random(1)) == LESSONS[:2]
 
 
-class TestSummarizer:
-    @pytest.mark.parametrize("record", ["reflection", "record"])
-    def test_a_summary_has_the_lessons_of_the_record_and_not_of_the_instruction(self, record):
-        lesson, standing = "Convention TAXI RIDES: post to 6840-AB.", "Convention HOTELS: post to 6820-CD."
-        lm = SimulatedLM(reflector=KEEP_ALL)
-        signature = dspy.Signature(f"current_instruction: str, {record}: dict -> summary: str")
-        for adapter in (dspy.JSONAdapter(), dspy.ChatAdapter()):
-            with dspy.context(lm=lm, adapter=adapter):
-                made = {"current_instruction": standing, record: {"Feedback": f"No. {lesson}"}}
-                assert dspy.Predict(signature)(**made).summary == lesson
-                made[record] = {"Feedback": "Right."}
-                assert dspy.Predict(signature)(**made).summary == "Nothing to add."
-
-    def test_the_prompts_of_the_aggregator_are_answered(self):
-        lm = SimulatedLM(reflector=KEEP_ALL)
-        proposer = CombeeProposer(reflection_lm=lm, aggregator="summarize")
-        made = proposer({"self": "Give the code."}, {"self": [record(lesson) for lesson in LESSONS]}, ["self"])
-        assert find_lessons(made["self"]) == LESSONS
-        assert (lm.usage["summary"].calls, lm.usage["reflection"].calls) == (len(LESSONS), 1)
-
-    def test_a_program_that_writes_summaries_is_the_students(self):
-        student = Student(lambda question, lessons: "short")
-        with dspy.context(lm=SimulatedLM(student=student)):
-            assert dspy.Predict("text -> summary")(text="A long text.").summary == "short"
+def test_the_default_one_record_prompt_is_the_size_of_one():
+    task, sizes = conventions_task(), []
+    for example in task.trainset[:20]:
+        told = task.metric(example, dspy.Prediction(code="1234-00")).feedback
+        lm = ScriptedLM(default={"new_instruction": "x"})
+        one = {"Inputs": example.inputs().toDict(), "Generated Outputs": {"code": "1234-00"}, "Feedback": told}
+        propose(lm, [one], task.program.signature.instructions)
+        sizes.append(count_tokens(lm.calls[0].prompt.question))
+    assert sum(sizes) / len(sizes) == pytest.approx(PowerLoss().one_record_tokens, rel=0.1)
 
 
-class TestStudent:
-    def question(self, topic="TOPIC 7"):
-        return f"Category: {topic}. Chart default: 9999-00."
-
-    def test_without_the_lesson_it_takes_what_the_question_gives(self):
-        assert ask(SimulatedLM(), self.question()).answer == "9999-00"
-
-    def test_it_answers_what_the_instruction_states_right_or_wrong(self):
-        for code in ("4007-AA", "1111-ZZ"):
-            signature = dspy.Signature("question -> answer", f"Answer. Convention TOPIC 7: post to {code} always.")
-            assert ask(SimulatedLM(), self.question(), signature=signature).answer == code
-            assert ask(SimulatedLM(), self.question("TOPIC 8"), signature=signature).answer == "9999-00"
-
-    def test_a_lesson_in_a_demo_counts_and_one_in_the_question_does_not(self):
-        lesson = "Convention TOPIC 7: post to 4007-AA always."
-        assert ask(SimulatedLM(), f"{self.question()} {lesson}").answer == "9999-00"
-        predict = dspy.Predict("question -> answer")
-        predict.demos = [dspy.Example(question=f"Why? {lesson}", answer="so")]
-        with dspy.context(lm=SimulatedLM()):
-            assert predict(question=self.question()).answer == "4007-AA"
-
-    def test_the_longest_topic_wins_and_the_last_statement(self):
-        lessons = {"TOPIC": "post to 1000-AA", "TOPIC 7": "post to 2000-AA", "TOPIC 77": "post to 3000-AA"}
-        assert read_code(self.question(), lessons) == "2000-AA"
-        text = "Answer. Convention TOPIC 7: post to 1111-AA. Convention TOPIC 7: post to 2222-AA."
-        signature = dspy.Signature("question -> answer", text)
-        assert ask(SimulatedLM(), self.question(), signature=signature).answer == "2222-AA"
-
-    def test_reasoning_and_typed_chain_of_thought(self):
-        with dspy.context(lm=SimulatedLM(student=Student(lambda question, lessons: "12"))):
-            prediction = dspy.ChainOfThought("question -> answer: int")(question="how many?")
-        assert prediction.answer == 12
-        assert prediction.reasoning
-
-    def test_no_code_at_all(self):
-        assert read_code("What?", {}) == "unknown"
-
-    def test_an_answer_key_answers_what_is_taught_and_its_share_of_the_rest(self):
-        known = {f"Q{i}?": [(f"TOPIC {i}", f"a{i}"), ("TOPIC 0", "b")] for i in range(200)}
-        key = AnswerKey("question", known, frozenset(LESSONS), 0.3)
-        lm = SimulatedLM(student=Student(key))
-        signature = dspy.Signature("question -> answer", f"Answer. {LESSONS[0]} Convention TOPIC 1: post elsewhere.")
-        answers = [ask(lm, question, signature=signature).answer.split(", ") for question in known]
-        assert all(second == "b" for _, second in answers)
-        assert answers[0][0] == "a0"
-        assert sum(first != "unknown" for first, _ in answers) / 200 == pytest.approx(0.3, abs=0.1)
-        assert ask(lm, "Q?", signature=signature).answer == "unknown"
-        assert answers == [ask(lm, question, signature=signature).answer.split(", ") for question in known]
+# Simulated roles ----------------------------------------------------------------------------------------------
 
 
-class TestSimulatedLM:
-    def test_says_that_it_is_simulated_and_reports_tokens_by_role(self):
-        lm = SimulatedLM()
-        with dspy.track_usage() as tracker:
-            ask(lm)
-            propose(lm, [record(LESSONS[0])])
-        assert lm.model.startswith("simulated/")
-        assert {name: tally.calls for name, tally in lm.usage.items()} == {"student": 1, "reflection": 1}
-        total = tracker.get_total_tokens()[lm.model]
-        assert total["prompt_tokens"] == sum(tally.input_tokens for tally in lm.usage.values())
-        assert total["completion_tokens"] == sum(tally.output_tokens for tally in lm.usage.values())
+@pytest.mark.parametrize("aggregator", ["flat", "tree", "summarize"])
+def test_the_prompts_of_every_aggregator_are_answered(aggregator):
+    lm = SimulatedLM(reflector=KEEP_ALL)
+    proposer = CombeeProposer(reflection_lm=lm, aggregator=aggregator)
+    text = proposer({"self": OWN_TEXT}, {"self": [record(lesson) for lesson in LESSONS]}, ["self"])["self"]
+    assert set(find_lessons(text)) == set(LESSONS)
+    assert text.startswith("Give the code.\nThe default holds")
+    assert text.count("The default holds") == text.count("Conventions learned so far") == 1
+    assert lm.usage["reflection"].calls == {"flat": 1, "tree": 7, "summarize": 1}[aggregator]
+    assert ("summary" in lm.usage) == (aggregator == "summarize")
 
-    def test_replies_depend_on_seed_and_prompt_alone(self):
-        batches = [[record(lesson) for lesson in random.Random(i).sample(LESSONS, 12)] for i in range(24)]
 
-        def texts(seed, threads):
-            lm = SimulatedLM(seed)
-            with ThreadPoolExecutor(threads) as pool:
-                return list(pool.map(lambda batch: propose(lm, batch), batches))
+def test_lessons_of_the_current_instruction_are_input_like_the_rest():
+    lm = SimulatedLM(reflector=KEEP_ALL)
+    second = propose(lm, [record(LESSONS[1])], propose(lm, [record(LESSONS[0])]))
+    assert find_lessons(second) == LESSONS[:2]
+    assert second.count("Conventions learned so far") == 1
+    assert propose(SimulatedLM(), [record("nothing")], "Convention A: old thing.").strip(), "never empty"
 
-        assert texts(0, 1) == texts(0, 8)
-        assert texts(0, 1) != texts(1, 8)
 
-    def test_counts_are_exact_under_threads(self):
-        lm = SimulatedLM()
-        with ThreadPoolExecutor(16) as pool:
-            list(pool.map(lambda i: ask(lm, f"question {i % 10}"), range(320)))
-        one = SimulatedLM()
-        ask(one, "question 1")
-        single = one.usage["student"]
-        assert lm.usage["student"] == Tally(320, 320 * single.input_tokens, 320 * single.output_tokens)
+def test_long_prompts_lose_lessons():
+    lm = SimulatedLM()
+    assert sum(len(find_lessons(propose(lm, [record(lesson)]))) for lesson in LESSONS) > 35
+    assert len(find_lessons(propose(lm, [record(lesson) for lesson in LESSONS]))) < 25
 
-    def test_latencies_by_role(self):
-        lm = SimulatedLM(reflector=Reflector(latency=0.05, latency_per_token=0.001), student=Student(latency=0.02))
-        started = time.monotonic()
-        ask(lm)
-        between = time.monotonic()
-        text = propose(lm, [record(LESSONS[0])])
-        assert between - started >= 0.02
-        assert time.monotonic() - between >= 0.05 + 0.001 * (count_tokens(text) - 2)
 
-    def test_further_roles_are_asked_first(self):
-        class Curator:
-            name = "curator"
+@pytest.mark.parametrize("adapter", [CHAT, JSON], ids=["markers", "json"])
+@pytest.mark.parametrize("source", ["reflection", "record"])
+def test_a_summary_has_the_lessons_of_the_record_and_not_of_the_instruction(source, adapter):
+    lesson, standing = "Convention TAXI RIDES: post to 6840-AB.", "Convention HOTELS: post to 6820-CD."
+    signature = dspy.Signature(f"current_instruction: str, {source}: dict -> summary: str")
+    for feedback, summary in ((f"No. {lesson}", lesson), ("Right.", "Nothing to add.")):
+        inputs = {"current_instruction": standing, source: {"Feedback": feedback}}
+        assert ask(SimulatedLM(reflector=KEEP_ALL), signature, adapter, **inputs).summary == summary
 
-            def handles(self, prompt):
-                return "deltas" in prompt.output_fields
 
-            def fields(self, prompt, rng):
-                return {"deltas": [str(lesson) for lesson in find_lessons(prompt.question)]}
+def test_a_program_that_writes_summaries_is_the_students():
+    student = Student(lambda question, lessons: "short")
+    assert ask(SimulatedLM(student=student), "text -> summary", text="A long text.").summary == "short"
 
-            def seconds(self, output_tokens):
-                return 0.0
 
-        lm = SimulatedLM(roles=[Curator()])
-        prediction = ask(lm, str(LESSONS[0]), signature="question -> deltas: list[str]")
-        assert prediction.deltas == [str(LESSONS[0])]
-        assert set(lm.usage) == {"curator"}
+QUESTION = "Category: TOPIC 7. Chart default: 9999-00."
+TAUGHT = "Convention TOPIC 7: post to 4007-AA always."
 
-    def test_shared_by_deep_copies_across_threads(self):
-        lm = SimulatedLM()
-        program = dspy.Predict("question -> answer")
-        program.lm = lm
-        threads = [threading.Thread(target=lambda: program.deepcopy()(question="crimson")) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert lm.usage["student"].calls == 4
+
+@pytest.mark.parametrize(
+    ("instruction", "question", "code"),
+    [
+        ("Answer.", QUESTION, "9999-00"),
+        (f"Answer. {TAUGHT}", QUESTION, "4007-AA"),
+        ("Answer. Convention TOPIC 7: post to 1111-ZZ always.", QUESTION, "1111-ZZ"),
+        (f"Answer. {TAUGHT}", QUESTION.replace("7", "8"), "9999-00"),
+        (f"Answer. {TAUGHT} Convention TOPIC 7: post to 2222-AA.", QUESTION, "2222-AA"),
+        ("Answer.", f"{QUESTION} {TAUGHT}", "9999-00"),
+    ],
+)
+def test_the_student_answers_what_the_instruction_states_else_what_the_question_gives(instruction, question, code):
+    assert answer(SimulatedLM(), question, dspy.Signature("question -> answer", instruction)) == code
+
+
+def test_a_lesson_in_a_demo_counts_the_longest_topic_wins_and_reasoning_is_filled_in():
+    predict = dspy.Predict("question -> answer")
+    predict.demos = [dspy.Example(question=f"Why? {TAUGHT}", answer="so")]
+    with dspy.context(lm=SimulatedLM(student=Student(lambda question, lessons: "12"))):
+        prediction = dspy.ChainOfThought("question -> answer: int")(question="how many?")
+        assert (prediction.answer, bool(prediction.reasoning)) == (12, True)
+    with dspy.context(lm=SimulatedLM()):
+        assert predict(question=QUESTION).answer == "4007-AA"
+    lessons = {"TOPIC": "post to 1000-AA", "TOPIC 7": "post to 2000-AA", "TOPIC 77": "post to 3000-AA"}
+    assert read_code(QUESTION, lessons) == "2000-AA"
+    assert read_code("What?", {}) == "unknown"
+
+
+def test_further_roles_are_asked_first():
+    class Lister:
+        name = "lister"
+
+        def handles(self, prompt):
+            return "deltas" in prompt.output_fields
+
+        def fields(self, prompt, rng):
+            return {"deltas": [str(lesson) for lesson in find_lessons(prompt.question)]}
+
+        def seconds(self, output_tokens):
+            return 0.0
+
+    lm = SimulatedLM(roles=[Lister()])
+    assert ask(lm, "question -> deltas: list[str]", question=str(LESSONS[0])).deltas == [str(LESSONS[0])]
+    assert set(lm.usage) == {"lister"}
+
+
+def test_it_says_that_it_is_simulated_and_reports_tokens_by_role():
+    lm = SimulatedLM()
+    with dspy.track_usage() as tracker:
+        answer(lm)
+        propose(lm, [record(LESSONS[0])])
+    assert lm.model.startswith("simulated/")
+    assert {name: tally.calls for name, tally in lm.usage.items()} == {"student": 1, "reflection": 1}
+    total = tracker.get_total_tokens()[lm.model]
+    assert total["prompt_tokens"] == sum(tally.input_tokens for tally in lm.usage.values())
+    assert total["completion_tokens"] == sum(tally.output_tokens for tally in lm.usage.values())
+
+
+def test_replies_depend_on_seed_and_prompt_alone():
+    batches = [[record(lesson) for lesson in random.Random(i).sample(LESSONS, 12)] for i in range(24)]
+
+    def texts(seed, threads):
+        lm = SimulatedLM(seed)
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(lambda batch: propose(lm, batch), batches))
+
+    assert texts(0, 1) == texts(0, 8) != texts(1, 8)
+
+
+def test_counts_are_exact_under_threads_and_copies():
+    lm, one = SimulatedLM(), SimulatedLM()
+    program = dspy.Predict("question -> answer")
+    program.lm = lm
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda i: program.deepcopy()(question=f"question {i % 10}"), range(320)))
+    answer(one, "question 1")
+    single = one.usage["student"]
+    assert lm.usage["student"] == Tally(320, 320 * single.input_tokens, 320 * single.output_tokens)
+    assert lm.calls == []
+
+
+def test_latencies_by_role():
+    reflector, (_, curator, merge) = Reflector(None, 0.5, 0.01), playbook_roles(latency=1.0, latency_per_token=0.1)
+    lm = SimulatedLM(reflector=reflector, student=Student(latency=0.02))
+    assert [role.seconds(10) for role in lm.engine.roles] == [0.6, 0.6, 0.02]
+    assert curator.seconds(10) == merge.seconds(10) == 2.0
+
+
+# Playbooks ----------------------------------------------------------------------------------------------------
+
+
+def learn(loss, num_threads=4, **options):
+    task = conventions_task(0, sizes=(60, 5, 40))
+    lm = SimulatedLM(0, roles=playbook_roles(loss))
+    defaults = {"minibatch_size": 20, "num_threads": num_threads, "track_stats": True}
+    with dspy.context(lm=lm):
+        optimizer = PlaybookOptimizer(task.metric, reflection_lm=lm, **{**defaults, **options})
+        program = optimizer.compile(task.program, task.trainset)
+        before, after = (
+            sum(task.metric(example, candidate(**example.inputs())).score for example in task.testset)
+            for candidate in (task.program, program)
+        )
+    return program, before, after, task
+
+
+def test_without_loss_every_lesson_becomes_a_bullet_and_helps():
+    program, before, after, task = learn(CapacityLoss(10**6))
+    told = {str(lesson) for example in task.trainset for lesson in find_lessons(task.metric(example, None).feedback)}
+    assert {bullet.content for bullet in Playbook.from_program(program)} <= told
+    assert after > before
+    steps = program.detailed_results.steps
+    assert all(step.unused_reflections == () or step.reason for step in steps)
+    assert sum(step.helpful for step in steps) > 0
+
+
+@pytest.mark.parametrize("loss", [PowerLoss(), CapacityLoss()])
+def test_a_tree_keeps_more_than_one_flat_call_at_any_thread_count(loss):
+    flat, tree, again = (
+        Playbook.from_program(learn(loss, width, minibatch_size=60, num_groups=k)[0])
+        for width, k in ((4, 1), (1, None), (16, None))
+    )
+    assert len(tree) > len(flat)
+    assert tree == again
+
+
+def test_a_merge_names_only_what_covers():
+    lm = SimulatedLM(roles=playbook_roles(CapacityLoss(10**6))[2:])
+    lesson, other = "Convention TAXI RIDES: post to 6840-AB.", "Convention TAXI RIDES: post to 6840-CD."
+    texts = {"d0": lesson, "d1": f"Mind this. {lesson}", "d2": other, "d3": f"{lesson} {other}"}
+    deltas = {key: {"type": "ADD", "content": text} for key, text in texts.items()}
+    signature = dspy.Signature("playbook: str, deltas: dict, related: list -> decisions: list")
+    reply = ask(lm, signature, JSON, playbook="", deltas=deltas, related=[])
+    assert [(item["deltas"], item["by"]) for item in reply.decisions] == [(["d1"], "d0")]
+
+
+class KeepAll:
+    """A loss that keeps everything, and remembers what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def keep(self, lessons, prompt_tokens, rng):
+        self.asked.append((len(lessons), prompt_tokens))
+        return list(lessons)
+
+
+def curate(loss, playbook, insights):
+    lm = SimulatedLM(roles=[PlaybookCurator(loss)])
+    reflections = [{"id": f"s1.r{place}", "key_insight": text} for place, text in enumerate(insights)]
+    signature = dspy.Signature("playbook: str, reflections: list[dict] -> operations: list[dict]")
+    reply = ask(lm, signature, JSON, playbook=playbook, reflections=reflections)
+    return [operation["content"] for operation in reply.operations]
+
+
+def test_what_stands_in_the_playbook_is_read_but_need_not_be_written_again():
+    standing = "\n".join(f"[othe-{n:05d}] helpful=0 harmful=0 :: {LESSONS[n]}" for n in range(39))
+    new, loss = str(LESSONS[39]), KeepAll()
+    for playbook in ("", standing):
+        assert curate(loss, playbook, [new, str(LESSONS[7]) if playbook else "", new]) == [new]
+    (items, short), (items_too, long) = loss.asked
+    assert items == items_too == 1
+    assert long - short > len(standing) // 5
+    assert curate(CapacityLoss(1), standing, [new]) == [new]
+    assert curate(PowerLoss(9, 100), standing, [new]) == []
+
+
+# The task -----------------------------------------------------------------------------------------------------
+
+
+def feedback(task, example, **outputs):
+    result = task.metric(example, dspy.Prediction(**outputs), None, "self", None)
+    return result.score, result.feedback
+
+
+def test_a_task_has_disjoint_examples_that_the_seed_decides():
+    task, again, other = conventions_task(1), conventions_task(1), conventions_task(2)
+    assert [len(split) for split in (task.trainset, task.valset, task.testset)] == [120, 40, 80]
+    assert len({example.invoice for example in (*task.trainset, *task.valset, *task.testset)}) == 240
+    assert all(set(example.inputs().keys()) == {"invoice"} for example in task.trainset)
+    assert [example.toDict() for example in task.trainset] == [example.toDict() for example in again.trainset]
+    assert {example.code for example in task.trainset} != {example.code for example in other.trainset}
+
+
+def test_conventions_are_heavy_tailed_and_mostly_not_to_be_read_off_the_invoice():
+    counts = Counter(example.statement for example in conventions_task().trainset)
+    assert counts.most_common(1)[0][1] >= 15
+    assert sum(count <= 2 for count in counts.values()) >= 8
+    for seed in range(5):
+        task = conventions_task(seed, sizes=(500, 1, 1))
+        assert 30 < sum(example.code in example.invoice for example in task.trainset) < 120
+    assert all(example.code.endswith("-00") for example in conventions_task(num_lessons=0).trainset)
+    assert not any(example.code.endswith("-00") for example in conventions_task(num_lessons=50).trainset)
+
+
+def test_a_wrong_answer_is_told_its_convention_and_a_right_one_nothing():
+    task = conventions_task()
+    for example in task.trainset:
+        score, told = feedback(task, example, code="1234-ZZ")
+        (lesson,) = find_lessons(told)
+        assert (score, lesson.topic in example.invoice, example.code in lesson.statement) == (0.0, True, True)
+        assert "1234-ZZ" in told
+        assert count_tokens(json.dumps({"Inputs": example.inputs().toDict(), "Feedback": told})) >= 100
+        score, told = feedback(task, example, code=f" {example.code.lower()}.")
+        assert (score, find_lessons(told)) == (1.0, [])
+    for outputs in ({}, {"code": ""}, {"code": "6120"}, {"code": f"{task.trainset[0].code} or 1234-ZZ"}):
+        assert feedback(task, task.trainset[0], **outputs)[0] == 0.0, "no code, or several"
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"num_lessons": 51}, {"num_lessons": -1}, {"sizes": (1, 0, 1)}, {"sizes": (1, 1)}]
+)
+def test_wrong_arguments(arguments):
+    with pytest.raises(ValueError, match="must be"):
+        conventions_task(**arguments)
+
+
+def test_shuffled_feedback_gives_each_example_another_one_s_and_is_seeded():
+    task = conventions_task()
+    control = shuffled_feedback(task)
+    for before, after in ((task.trainset, control.trainset), (task.testset, control.testset)):
+        own, other = [e.labels().toDict() for e in before], [e.other_labels for e in after]
+        assert all(a != b for a, b in zip(own, other, strict=True))
+        assert Counter(map(str, own)) == Counter(map(str, other))
+    for plain, changed in zip(task.trainset, control.trainset, strict=True):
+        assert plain.inputs().toDict() == changed.inputs().toDict()
+        assert [feedback(control, changed, code=code)[0] for code in (plain.code, "nothing")] == [1.0, 0.0]
+    true, told = (
+        {lesson for example in one.trainset for lesson in find_lessons(feedback(one, example, code="x")[1])}
+        for one in (task, control)
+    )
+    assert told
+    assert not told & true
+    assert {lesson.topic for lesson in told} == {lesson.topic for lesson in true}
+    labels = [[example.other_labels for example in shuffled_feedback(task, seed).trainset] for seed in (0, 0, 1)]
+    assert labels[0] == labels[1] != labels[2]
+
+
+def test_feedback_that_cannot_be_shuffled_is_refused():
+    task = conventions_task()
+    same = [task.trainset[0]] * 4
+    with pytest.raises(ValueError, match="more than half"):
+        shuffled_feedback(Task("t", task.program, task.metric, same, same, same))
+    with pytest.raises(TypeError, match="FeedbackMetric"):
+        shuffled_feedback(Task("t", task.program, lambda *args: 1.0, same, same, same))

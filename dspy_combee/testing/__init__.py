@@ -1,17 +1,26 @@
-"""LMs that need no network and no key: `ScriptedLM` for tests, `SimulatedLM` for demonstrations.
+"""LMs that need no network and no key: `ScriptedLM` for tests, `SimulatedLM` for demonstrations, and a task for these.
 
-Both are `dspy.LM`s over an engine of their own. A program's copies share them: `copy.deepcopy` gives the same
-object and `lm.copy(...)` one with the same engine, so there is one record of the calls. Neither caches nor
-retries unless told to.
+A program's copies share them, so there is one record of the calls.
 """
 
-from dspy_combee.testing.fake_engine import Call, Prompt, Reply, Tally, count_tokens
-from dspy_combee.testing.scripted import ScriptedLM, UnmatchedPromptError
+from dspy_combee.testing.engine import (
+    Call,
+    FakeEngine,
+    FakeLM,
+    Prompt,
+    Reply,
+    ScriptedLM,
+    Tally,
+    UnmatchedPromptError,
+    count_tokens,
+)
 from dspy_combee.testing.simulation import (
-    AnswerKey,
     CapacityLoss,
     Lesson,
     Loss,
+    PlaybookCurator,
+    PlaybookMerge,
+    PlaybookReflector,
     PowerLoss,
     Reflector,
     Role,
@@ -20,15 +29,22 @@ from dspy_combee.testing.simulation import (
     Student,
     Summarizer,
     find_lessons,
+    playbook_roles,
     read_code,
 )
+from dspy_combee.testing.tasks import FeedbackMetric, Task, conventions_task, shuffled_feedback
 
 __all__ = [
-    "AnswerKey",
     "Call",
     "CapacityLoss",
+    "FakeEngine",
+    "FakeLM",
+    "FeedbackMetric",
     "Lesson",
     "Loss",
+    "PlaybookCurator",
+    "PlaybookMerge",
+    "PlaybookReflector",
     "PowerLoss",
     "Prompt",
     "Reflector",
@@ -40,8 +56,12 @@ __all__ = [
     "Student",
     "Summarizer",
     "Tally",
+    "Task",
     "UnmatchedPromptError",
+    "conventions_task",
     "count_tokens",
     "find_lessons",
+    "playbook_roles",
     "read_code",
+    "shuffled_feedback",
 ]

@@ -1,8 +1,7 @@
-"""Tasks to learn on: a program, a metric with feedback, and disjoint training, validation and test examples.
+"""A task to learn on: a program, a metric with feedback, and disjoint training, validation and test examples.
 
-`conventions_task` is made up and needs no files. `formula_task` and `finer_task` read the finance data of the
-Combee paper (section 4) from a folder of yours. Feedback on a wrong answer states what would have helped in one
-sentence, `Convention TOPIC: statement.`; feedback on a right one teaches nothing.
+Feedback on a wrong answer states what would have helped in one sentence, `Convention TOPIC: statement.`; feedback on a
+right one teaches nothing.
 """
 
 from __future__ import annotations
@@ -13,50 +12,35 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import dspy
 
-from dspy_combee.testing.finance import AnyPath, DataFile, finer_example, formula_example, judge_finer, judge_formula
-
-FORMULA_FILE = "formula_train_subset_500.jsonl"
-FINER_FILE = "finer_val_batched_500_samples.jsonl"
-SPLIT_SIZES = (120, 40, 80)
-
 
 @dataclass(frozen=True)
 class Task:
-    """Something to learn.
-
-    Attributes:
-        name: What to call it.
-        program: The program before learning.
-        metric: A GEPA metric: gives a `dspy.Prediction` with `score` (0 to 1) and `feedback`.
-        trainset: Examples to learn from.
-        valset: Examples to choose candidates by.
-        testset: Held-out examples.
-    """
+    """Hold something to learn."""
 
     name: str
     program: dspy.Module
+    """The program before learning."""
     metric: Callable[..., Any]
+    """A GEPA metric that gives a `dspy.Prediction` with `score` (0 to 1) and `feedback`."""
     trainset: list[dspy.Example]
     valset: list[dspy.Example]
+    """Examples to choose candidates by."""
     testset: list[dspy.Example]
+    """Held-out examples."""
 
 
 @dataclass(frozen=True)
 class FeedbackMetric:
-    """A GEPA metric from a judge of one example: `judge(example, prediction)` gives score and feedback.
-
-    With `shuffled=True` the score stays what it is, and the feedback is the one that the example would get if it
-    had the labels in its `other_labels`.
-    """
+    """Make a GEPA metric of a judge of one example."""
 
     judge: Callable[[dspy.Example, Any], tuple[float, str]]
+    """Gives score and feedback from the example and the prediction."""
     shuffled: bool = False
+    """Whether to give the feedback that the example would get if it had the labels in its `other_labels`."""
 
     def __call__(
         self, gold: dspy.Example, pred: Any, trace: Any = None, pred_name: str | None = None, pred_trace: Any = None
@@ -69,13 +53,13 @@ class FeedbackMetric:
 
 
 def shuffled_feedback(task: Task, seed: int = 0) -> Task:
-    """The control: the same task, with the feedback shuffled between the examples of each split.
+    """Return the control: the same task, with the feedback shuffled between the examples of each split.
 
     Each example is told, about its own question, the answer and the convention of another example with a
     different answer. Scores are unchanged, so whoever gains here gained from something else than the feedback.
 
     Args:
-        task: A task of this module.
+        task: The task; its metric is a `FeedbackMetric`.
         seed: Seed of the shuffle.
 
     Raises:
@@ -85,14 +69,8 @@ def shuffled_feedback(task: Task, seed: int = 0) -> Task:
     if not isinstance(task.metric, FeedbackMetric):
         raise TypeError(f"task.metric must be a FeedbackMetric, got {type(task.metric).__name__}")
     rng = random.Random(seed)
-    return replace(
-        task,
-        name=f"{task.name}, feedback shuffled",
-        metric=replace(task.metric, shuffled=True),
-        trainset=_with_other_labels(task.trainset, rng),
-        valset=_with_other_labels(task.valset, rng),
-        testset=_with_other_labels(task.testset, rng),
-    )
+    splits = [_with_other_labels(split, rng) for split in (task.trainset, task.valset, task.testset)]
+    return Task(f"{task.name}, feedback shuffled", task.program, replace(task.metric, shuffled=True), *splits)
 
 
 def _with_other_labels(examples: Sequence[dspy.Example], rng: random.Random) -> list[dspy.Example]:
@@ -107,8 +85,6 @@ def _with_other_labels(examples: Sequence[dspy.Example], rng: random.Random) -> 
     return [example.copy(other_labels=labels[partner[index]]) for index, example in enumerate(examples)]
 
 
-# House conventions ------------------------------------------------------------------------------------------
-
 # Spend categories with their account in the chart. The house conventions on top of it are drawn by seed.
 _CATEGORIES = """
 COURIER SERVICES 6120, OFFICE CLEANING 6310, INBOUND FREIGHT 5110, CLOUD HOSTING 6440, STAFF CATERING 6520,
@@ -122,22 +98,9 @@ TOOL GRINDING 5230, PLANT INSURANCE 6930, GARDEN CARE 6370, FLIGHTS 6830, COFFEE
 CALIBRATION 5240, TAXI RIDES 6840, ARCHIVE STORAGE 6380, MARKET RESEARCH 6740, PHOTOGRAPHY 6750,
 FIRE PROTECTION 6390, INDUSTRIAL GASES 5160, CHARITY DONATIONS 6940, PARKING FEES 6240, NEWSPAPERS 6540
 """
-_SUPPLIERS = (
-    "Brandt",
-    "Ostermann",
-    "Lindqvist",
-    "Moreau",
-    "Castellano",
-    "Hughes",
-    "Novak",
-    "Farrow",
-    "Takeda",
-    "Okafor",
-    "Brennan",
-    "Szabo",
-)
-_FORMS = ("GmbH", "Ltd", "SARL", "AB", "Partners", "BV")
-_BRANCHES = ("Lyon", "Graz", "Malmö", "Bristol", "Gdynia", "Porto")
+_SUPPLIERS = "Brandt Ostermann Lindqvist Moreau Castellano Hughes Novak Farrow Takeda Okafor Brennan Szabo"
+_FORMS = "GmbH Ltd SARL AB Partners BV"
+_BRANCHES = "Lyon Graz Malmö Bristol Gdynia Porto"
 _WHY = (
     "with the tax split out",
     "with the cost centre of whoever ordered",
@@ -170,8 +133,8 @@ class PostInvoice(dspy.Signature):  # type: ignore[metaclass]
     code: str = dspy.OutputField(desc="the posting code and nothing else")
 
 
-def conventions_task(seed: int = 0, sizes: tuple[int, int, int] = SPLIT_SIZES, num_lessons: int = 40) -> Task:
-    """Posting codes that follow house conventions, which no model can guess and the feedback reveals one by one.
+def conventions_task(seed: int = 0, sizes: tuple[int, int, int] = (120, 40, 80), num_lessons: int = 40) -> Task:
+    """Make the task of posting codes by house conventions, which no model can guess and feedback reveals one by one.
 
     There are 50 spend categories. `num_lessons` of them have a convention of their own, drawn by seed; for the
     others the chart default, which the invoice states, is right. How often a category occurs is heavy-tailed
@@ -188,7 +151,8 @@ def conventions_task(seed: int = 0, sizes: tuple[int, int, int] = SPLIT_SIZES, n
     chart = [tuple(entry.strip().rsplit(" ", 1)) for entry in _CATEGORIES.split(",")]
     if not 0 <= num_lessons <= len(chart):
         raise ValueError(f"num_lessons must be between 0 and {len(chart)}, got {num_lessons}")
-    _check_sizes(sizes)
+    if len(sizes) != 3 or any(not isinstance(size, int) or size < 1 for size in sizes):
+        raise ValueError(f"sizes must be three positive numbers (train, validation, test), got {sizes!r}")
     rng = random.Random(seed)
     rng.shuffle(chart)
     codes = []
@@ -205,13 +169,16 @@ def conventions_task(seed: int = 0, sizes: tuple[int, int, int] = SPLIT_SIZES, n
         invoice = _invoice(topic, account, number, rng)
         labels = {"code": codes[index], "statement": statements[index]}
         examples.append(dspy.Example(invoice=invoice, **labels).with_inputs("invoice"))
-    return Task("house conventions", dspy.Predict(PostInvoice), FeedbackMetric(_judge_code), *_cut(examples, sizes))
+    train, val, _ = sizes
+    splits = examples[:train], examples[train : train + val], examples[train + val :]
+    return Task("house conventions", dspy.Predict(PostInvoice), FeedbackMetric(_judge_code), *splits)
 
 
 def _invoice(topic: str, account: str, number: int, rng: random.Random) -> str:
+    supplier = f"{rng.choice(_SUPPLIERS.split())} {rng.choice(_FORMS.split())}"
     return (
-        f"Invoice no. {number} from {rng.choice(_SUPPLIERS)} {rng.choice(_FORMS)}, {rng.randint(1, 28):02}."
-        f"{rng.randint(1, 12):02}.2024, for the {rng.choice(_BRANCHES)} branch. Category: {topic}. Net amount: "
+        f"Invoice no. {number} from {supplier}, {rng.randint(1, 28):02}.{rng.randint(1, 12):02}.2024, for the "
+        f"{rng.choice(_BRANCHES.split())} branch. Category: {topic}. Net amount: "
         f"{rng.randint(2_000, 900_000) / 100:.2f} EUR. Chart default: {account}-00."
     )
 
@@ -224,90 +191,3 @@ def _judge_code(gold: dspy.Example, pred: Any) -> tuple[float, str]:
     remark = _REMARKS[int(gold.invoice.split()[2]) % len(_REMARKS)]
     given = f"The code {answer.strip()[:40]}" if answer.strip() else "An empty code"
     return 0.0, remark.format(given=given, lesson=f"Convention {topic}: {gold.statement}.")
-
-
-# The finance data -------------------------------------------------------------------------------------------
-
-
-class AnswerFormula(dspy.Signature):  # type: ignore[metaclass]
-    """Answer the question with the named financial formula, as one number."""
-
-    context: str = dspy.InputField()
-    answer: str = dspy.OutputField(desc="the number and nothing else")
-
-
-class TagEntities(dspy.Signature):  # type: ignore[metaclass]
-    """Give the best US GAAP tag for each of the numbers, in the order of the questions."""
-
-    context: str = dspy.InputField()
-    answer: str = dspy.OutputField(desc="the tags, separated by commas, and nothing else")
-
-
-def formula_task(
-    path: AnyPath | None = None,
-    val_path: AnyPath | None = None,
-    seed: int = 0,
-    sizes: tuple[int, int, int] = SPLIT_SIZES,
-) -> Task:
-    """Formula: numerical questions over 50 financial formulas. Right is the target number, as rounded.
-
-    Args:
-        path: JSON lines with `context` and `target`. Default: the training file in the folder `COMBEE_DATA`.
-        val_path: A file for the validation examples; without one they come from `path` too.
-        seed: Seed of the split.
-        sizes: Training, validation and test examples; shrunk in proportion where there are fewer rows.
-
-    Raises:
-        FileNotFoundError: If a file is not there; the message says how to get it.
-        ValueError: If a row is bad, with the file and the line, or there are too few rows.
-    """
-    splits = _splits(DataFile(path, FORMULA_FILE, formula_example), val_path, seed, sizes)
-    return Task("formula", dspy.ChainOfThought(AnswerFormula), FeedbackMetric(judge_formula), *splits)
-
-
-def finer_task(
-    path: AnyPath | None = None,
-    val_path: AnyPath | None = None,
-    seed: int = 0,
-    sizes: tuple[int, int, int] = SPLIT_SIZES,
-) -> Task:
-    """FiNER: four US-GAAP tags per example, scored as the share of them that is right.
-
-    Missing tags are wrong and extra ones are ignored. The arguments and errors are those of `formula_task`.
-    """
-    splits = _splits(DataFile(path, FINER_FILE, finer_example), val_path, seed, sizes)
-    return Task("finer", dspy.Predict(TagEntities), FeedbackMetric(judge_finer), *splits)
-
-
-def _splits(
-    rows: DataFile, val_path: AnyPath | None, seed: int, sizes: tuple[int, int, int]
-) -> tuple[list[dspy.Example], ...]:
-    _check_sizes(sizes)
-    rng = random.Random(seed)
-    if val_path is None:
-        return _cut(rng.sample(rows.examples, len(rows.examples)), _shrunk(sizes, len(rows.examples), rows.path))
-    other = DataFile(val_path, "", rows.build)
-    seen = {example.context for example in rows.examples}
-    valset = [example for example in other.examples if example.context not in seen]
-    size = _shrunk((sizes[1],), len(valset), other.path)[0]
-    train, test = _shrunk((sizes[0], sizes[2]), len(rows.examples), rows.path)
-    trainset, _, testset = _cut(rng.sample(rows.examples, train + test), (train, 0, test))
-    return trainset, rng.sample(valset, size), testset
-
-
-def _check_sizes(sizes: Sequence[int]) -> None:
-    if len(sizes) != 3 or any(not isinstance(size, int) or size < 1 for size in sizes):
-        raise ValueError(f"sizes must be three positive numbers (train, validation, test), got {sizes!r}")
-
-
-def _shrunk(sizes: tuple[int, ...], available: int, path: Path) -> tuple[int, ...]:
-    if available < len(sizes):
-        raise ValueError(f"{path}: {available} different rows are too few to split into {len(sizes)} parts")
-    share = min(1.0, available / sum(sizes))
-    return tuple(max(1, int(size * share)) for size in sizes)
-
-
-def _cut(examples: Sequence[dspy.Example], sizes: tuple[int, ...]) -> tuple[list[dspy.Example], ...]:
-    train, val, test = sizes
-    ends = (0, train, train + val, train + val + test)
-    return tuple(list(examples[start:end]) for start, end in pairwise(ends))

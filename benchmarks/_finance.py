@@ -1,6 +1,8 @@
-"""The finance data of the Combee paper (section 4): reading the files, and judging an answer.
+"""The finance data of the Combee paper (section 4): tasks made of its files, how an answer is judged, and a student.
 
-No text of a model or of a file is ever evaluated as code.
+`formula_task` and `finer_task` read files of yours. Feedback on a wrong answer states what would have helped in one
+sentence, `Convention TOPIC: statement.`; feedback on a right one teaches nothing. No text of a model or of a file is
+ever evaluated as code.
 """
 
 from __future__ import annotations
@@ -8,13 +10,21 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import dspy
+
+from dspy_combee.testing import FeedbackMetric, Lesson, Task, find_lessons
+
+FORMULA_FILE = "formula_train_subset_500.jsonl"
+FINER_FILE = "finer_val_batched_500_samples.jsonl"
+BASE_ABILITY = 0.5
+"""The probability that the simulated student knows an answer anyway."""
 
 DATA_VARIABLE = "COMBEE_DATA"
 HOW_TO_GET = (
@@ -26,7 +36,7 @@ AnyPath: TypeAlias = "str | os.PathLike[str]"
 
 
 class DataFile:
-    """Examples from a file of JSON lines, each context once.
+    """Read examples from a file of JSON lines, each context once.
 
     Args:
         path: The file. Default: `name` in the folder that `COMBEE_DATA` names.
@@ -78,7 +88,7 @@ class DataFile:
 
 
 def _one_sentence(text: str) -> str:
-    """A text without what would end a sentence or need an escape in JSON."""
+    """Return a text without what would end a sentence or need an escape in JSON."""
     return re.sub(r"\.(?!\d)", "", re.sub(r"[\"\\]", "", " ".join(text.split()))).strip(" ,;:?")
 
 
@@ -93,7 +103,7 @@ _OPERATORS = set("+-*/^\u00d7\u00f7\u00b7") | {""}
 
 
 def parse_number(text: str) -> float | None:
-    """The one number that an answer gives; None where it gives none, or cannot be pinned to one.
+    """Return the one number that an answer gives; None where it gives none, or cannot be pinned to one.
 
     Thousands separators, a currency or percent sign and words around it are passed over; parentheses mean minus.
     After an equals sign only what follows counts. Nothing is scaled and nothing is computed: 5% is 5, and an
@@ -121,7 +131,7 @@ def _decimals(context: str) -> int:
 
 
 def formula_example(context: str, target: str) -> dspy.Example:
-    """A Formula example; its labels are the target and the statement that feedback teaches."""
+    """Make a Formula example; its labels are the target and the statement that feedback teaches."""
     if parse_number(target) is None:
         raise ValueError(f"'target' must be a number, got {target!r:.80}")
     formula = re.search(r"Formula: (.+?)(?:, Explanation:|\. Question:|$)", context, re.DOTALL)
@@ -132,7 +142,7 @@ def formula_example(context: str, target: str) -> dspy.Example:
 
 
 def judge_formula(gold: dspy.Example, pred: Any) -> tuple[float, str]:
-    """1 for the right number, else 0, and feedback; both numbers are rounded as the question asks."""
+    """Return 1 for the right number, else 0, and feedback; both numbers are rounded as the question asks."""
     answer = str(getattr(pred, "answer", None) or "").strip()
     given, right, places = parse_number(answer), parse_number(gold.target), _decimals(gold.context)
     if given is not None and right is not None and round(given, places) == round(right, places):
@@ -154,7 +164,7 @@ def _tags(text: str) -> list[str]:
 
 
 def finer_example(context: str, target: str) -> dspy.Example:
-    """A FiNER example."""
+    """Make a FiNER example."""
     tags = _tags(target)
     if len(tags) != 4 or not all(tags):
         raise ValueError(f"'target' must be 4 comma-separated tags, got {target!r:.120}")
@@ -162,7 +172,7 @@ def finer_example(context: str, target: str) -> dspy.Example:
 
 
 def judge_finer(gold: dspy.Example, pred: Any) -> tuple[float, str]:
-    """The share of the four tags that is right, and feedback on each that is not."""
+    """Return the share of the four tags that is right, and feedback on each that is not."""
     right = _tags(gold.target)
     given = (_tags(str(getattr(pred, "answer", None) or "")) + [""] * len(right))[: len(right)]
     questions = _QUESTION.findall(gold.context) + [("this number", "")] * len(right)
@@ -177,7 +187,140 @@ def judge_finer(gold: dspy.Example, pred: Any) -> tuple[float, str]:
 
 
 def _around(entity: str, sentence: str, words: int = 8) -> str:
-    """Some words to either side of the number, which is how one tells its tag."""
+    """Return some words to either side of the number, which is how one tells its tag."""
     before, number, after = f" {sentence} ".partition(f" {entity} ")
     near = [*before.split()[-words:], number.strip(), *after.split()[:words]]
     return _one_sentence(" ".join(near)) or "this sentence"
+
+
+# The tasks --------------------------------------------------------------------------------------------------
+
+
+class AnswerFormula(dspy.Signature):  # type: ignore[metaclass]
+    """Answer the question with the named financial formula, as one number."""
+
+    context: str = dspy.InputField()
+    answer: str = dspy.OutputField(desc="the number and nothing else")
+
+
+class TagEntities(dspy.Signature):  # type: ignore[metaclass]
+    """Give the best US GAAP tag for each of the numbers, in the order of the questions."""
+
+    context: str = dspy.InputField()
+    answer: str = dspy.OutputField(desc="the tags, separated by commas, and nothing else")
+
+
+def formula_task(
+    path: AnyPath | None = None,
+    val_path: AnyPath | None = None,
+    seed: int = 0,
+    sizes: tuple[int, int, int] = (120, 40, 80),
+) -> Task:
+    """Make Formula: numerical questions over 50 financial formulas. Right is the target number, as rounded.
+
+    Args:
+        path: JSON lines with `context` and `target`. Default: the training file in the folder `COMBEE_DATA`.
+        val_path: A file for the validation examples; without one they come from `path` too.
+        seed: Seed of the split.
+        sizes: Training, validation and test examples; shrunk in proportion where there are fewer rows.
+
+    Raises:
+        FileNotFoundError: If a file is not there; the message says how to get it.
+        ValueError: If a row is bad, with the file and the line, or there are too few rows.
+    """
+    splits = _splits(DataFile(path, FORMULA_FILE, formula_example), val_path, seed, sizes)
+    return Task("formula", dspy.ChainOfThought(AnswerFormula), FeedbackMetric(judge_formula), *splits)
+
+
+def finer_task(
+    path: AnyPath | None = None,
+    val_path: AnyPath | None = None,
+    seed: int = 0,
+    sizes: tuple[int, int, int] = (120, 40, 80),
+) -> Task:
+    """Make FiNER: four US-GAAP tags per example, scored as the share of them that is right.
+
+    Missing tags are wrong and extra ones are ignored. The arguments and errors are those of `formula_task`.
+    """
+    splits = _splits(DataFile(path, FINER_FILE, finer_example), val_path, seed, sizes)
+    return Task("finer", dspy.Predict(TagEntities), FeedbackMetric(judge_finer), *splits)
+
+
+def _splits(
+    rows: DataFile, val_path: AnyPath | None, seed: int, sizes: tuple[int, int, int]
+) -> tuple[list[dspy.Example], ...]:
+    rng = random.Random(seed)
+    if val_path is None:
+        train, val, test = _shrunk(sizes, len(rows.examples), rows.path)
+        drawn = rng.sample(rows.examples, len(rows.examples))
+        return drawn[:train], drawn[train : train + val], drawn[train + val : train + val + test]
+    other = DataFile(val_path, "", rows.build)
+    seen = {example.context for example in rows.examples}
+    valset = [example for example in other.examples if example.context not in seen]
+    size = _shrunk((sizes[1],), len(valset), other.path)[0]
+    train, test = _shrunk((sizes[0], sizes[2]), len(rows.examples), rows.path)
+    drawn = rng.sample(rows.examples, train + test)
+    return drawn[:train], rng.sample(valset, size), drawn[train:]
+
+
+def _shrunk(sizes: tuple[int, ...], available: int, path: Path) -> tuple[int, ...]:
+    if available < len(sizes):
+        raise ValueError(f"{path}: {available} different rows are too few to split into {len(sizes)} parts")
+    share = min(1.0, available / sum(sizes))
+    return tuple(max(1, int(size * share)) for size in sizes)
+
+
+# The simulated student --------------------------------------------------------------------------------------
+
+
+class AnswerKey:
+    """Solve questions that a simulation cannot work out, holding the right answers.
+
+    It gives an answer where the instruction states the lesson that goes with it, word for word as true feedback states
+    it, else with the probability `base_ability`, drawn for each part of each question.
+
+    Args:
+        field: The input field that holds the question.
+        known: For each question its parts: the topic of the lesson that it takes, and the right answer.
+        true: The lessons that are right.
+        base_ability: Probability of knowing a part anyway.
+        seed: Seed of the draws.
+    """
+
+    def __init__(
+        self,
+        field: str,
+        known: Mapping[str, Sequence[tuple[str, str]]],
+        true: frozenset[Lesson],
+        base_ability: float,
+        seed: int = 0,
+    ) -> None:
+        self.marker = f"[[ ## {field} ## ]]\n"
+        self.known = {question.strip(): parts for question, parts in known.items()}
+        self.true = true
+        self.base_ability = base_ability
+        self.seed = seed
+
+    def __call__(self, question: str, lessons: Mapping[str, str]) -> str:
+        """Answer all parts of the question, separated by commas."""
+        asked = question.partition(self.marker)[2].rpartition("\n\nRespond with ")[0].strip()
+        rng = random.Random(f"{self.seed}/{asked}")
+        answers = []
+        for topic, answer in self.known.get(asked, ()):
+            known_anyway = rng.random() < self.base_ability
+            taught = Lesson(topic, lessons.get(topic, "")) in self.true
+            answers.append(answer if taught or known_anyway else "unknown")
+        return ", ".join(answers) or "unknown"
+
+
+def answer_key(task: Task, seed: int) -> AnswerKey:
+    """Return the solver that holds the answers of a task of this module."""
+    known: dict[str, list[tuple[str, str]]] = {}
+    true: set[Lesson] = set()
+    for example in (*task.trainset, *task.valset, *task.testset):
+        lessons = find_lessons(task.metric(example, dspy.Prediction(answer="")).feedback)
+        answers = [answer.strip() for answer in example.target.split(",")]
+        topics = answers if len(answers) > 1 else [lesson.topic for lesson in lessons]
+        known[example.context] = list(zip(topics, answers, strict=True))
+        true.update(lessons)
+    return AnswerKey("context", known, frozenset(true), BASE_ABILITY, seed)
