@@ -27,7 +27,7 @@ demo: $(VENV)/core
 	@$(IN_VENV) -m dspy_combee demo $(ARGS)
 
 test: $(VENV)/dev
-	@$(PYTEST) -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" -n 2 --dist loadfile $(ARGS)
 
 extras: $(VENV)/extras
 	@REQUIRE_EXTRAS=1 $(PYTEST) tests/test_tracking.py tests/test_notebooks.py $(ARGS)
