@@ -83,7 +83,7 @@ def check_sampling_strategy(strategy: Any) -> None:
 
 
 def check_examples(name: str, examples: Any) -> list[Any]:
-    """The examples as a list.
+    """Return the examples as a list.
 
     Raises:
         TypeError: If they are no sequence, or one is no example.
@@ -105,7 +105,7 @@ def check_examples(name: str, examples: Any) -> list[Any]:
 
 
 def digest_of(examples: Iterable[Any]) -> str:
-    """A digest of the texts and numbers of examples, by which a resumed run knows that they are the same."""
+    """Return a digest of the texts and numbers of examples, by which a resumed run knows that they are the same."""
     digest = hashlib.sha256()
     for example in examples:
         fields = sorted(dict(example.items()).items()) if hasattr(example, "items") else [("", example)]

@@ -17,7 +17,7 @@ from typing import Any
 
 
 class CombeeError(Exception):
-    """Base class of the errors that this package defines.
+    """Stand for every error that this package defines.
 
     Attributes:
         best_program: The best program found before the error, ready to use; None where no run was under way.
@@ -27,11 +27,11 @@ class CombeeError(Exception):
 
 
 class ExecutorError(CombeeError):
-    """Ray cannot be reached, its workers cannot run the rollouts, or every rollout is lost with its worker."""
+    """Report that Ray cannot be reached, cannot run the rollouts, or loses every one with its worker."""
 
 
 class ProviderError(CombeeError):
-    """The provider of a language model refused a call for good (key, quota, outage).
+    """Report that the provider of a language model refused a call for good (key, quota, outage).
 
     It says nothing about the candidate that was being evaluated, so no score is given for it.
 
@@ -50,12 +50,12 @@ class ProviderError(CombeeError):
 
 
 class ReflectionError(CombeeError):
-    """Reflection failed in three steps in a row, so that the run could only go on spending."""
+    """Report that reflection failed in three steps in a row, so that the run could only go on spending."""
 
 
 class UnknownCostError(CombeeError):
-    """`max_reflection_cost` was set and the reflection LM does not report what its calls cost."""
+    """Report that `max_reflection_cost` was set and the reflection LM does not report what its calls cost."""
 
 
 class OutOfBudgetError(CombeeError):
-    """`max_reflection_cost` is spent, so no further reflection call is made."""
+    """Report that `max_reflection_cost` is spent, so no further reflection call is made."""

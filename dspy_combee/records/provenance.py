@@ -12,29 +12,26 @@ from dspy_combee.records.types import Reduction, StepRecord
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where one rewrite of an instruction came from.
-
-    Attributes:
-        iteration: The step that made it.
-        candidate: Index of the candidate that it made.
-        parent: Index of the candidate that it changed.
-        nodes: Ids of the reflection calls that led to it, the last one first.
-        fed: Ids of the examples whose records reached it.
-        lost: Ids of the examples whose records reached no call that led to it.
-        text: The instruction that it made.
-    """
+    """Record where one rewrite of an instruction came from."""
 
     iteration: int
+    """The step that made it."""
     candidate: int
+    """Index of the candidate that it made."""
     parent: int
+    """Index of the candidate that it changed."""
     nodes: tuple[str, ...]
+    """Ids of the reflection calls that led to it, the last one first."""
     fed: tuple[Any, ...]
+    """Ids of the examples whose records reached it."""
     lost: tuple[Any, ...]
+    """Ids of the examples whose records reached no call that led to it."""
     text: Any
+    """The instruction that it made."""
 
 
 def trace_back(steps: Sequence[StepRecord], candidate: int, component: str) -> list[Provenance]:
-    """The rewrites that led to a candidate's component, the last one first.
+    """Return the rewrites that led to a candidate's component, the last one first.
 
     Args:
         steps: The steps of the run.
@@ -82,7 +79,7 @@ def _provenance(step: StepRecord, candidate: int, reduction: Reduction) -> Prove
 
 
 def surviving_nodes(reduction: Reduction) -> tuple[str, ...]:
-    """Ids of the calls whose output the reduction's text was made of, the last one first."""
+    """Return the ids of the calls whose output the reduction's text was made of, the last one first."""
     by_id = {node.id: node for node in reduction.nodes}
     # Equal proposals are merged without a call: every call that gave the text, and fed no other, is a root.
     fed = {item for node in reduction.nodes for item in node.inputs}

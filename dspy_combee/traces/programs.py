@@ -39,7 +39,7 @@ def traces_from(program_runs: Iterable[Any], program: Any = None) -> list[Trace]
 
 
 class _Call(NamedTuple):
-    """One predictor call: of DSPy's traces, or a `TraceStep`."""
+    """Hold one predictor call: of DSPy's traces, or a `TraceStep`."""
 
     name: str | None
     predictor: Any

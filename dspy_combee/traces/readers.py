@@ -40,7 +40,7 @@ _SUFFIXES = (".json", ".jsonl", ".ndjson")
 
 
 class TraceReader(Protocol):
-    """Reads the traces of one form."""
+    """Read the traces of one form."""
 
     def sniff(self, path: Path, head: bytes) -> bool:
         """Tell whether a file or a folder holds traces of this form; a folder then belongs to the reader whole.
