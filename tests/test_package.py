@@ -204,7 +204,6 @@ A All An Any As At Base By Each Every For From How If In It Its Metric One Our R
 Those To What When Where Whether Which Who Why With
 """
 VERBS_IN_ED_AND_ING = {"Bring", "Embed", "Feed", "Need", "Proceed", "Seed"}
-NOT_DONE = {"calls", "controller", "playbook", "records", "report", "traces"}
 
 
 def begins_with_a_verb(docstring: str) -> bool:
@@ -215,15 +214,7 @@ def begins_with_a_verb(docstring: str) -> bool:
     return word.isalpha() and word.istitle() and word not in NO_VERBS.split() and not inflected
 
 
-@pytest.mark.parametrize(
-    "room",
-    [
-        pytest.param(room, marks=pytest.mark.xfail(reason="docstrings are being rewritten", strict=False))
-        if room in NOT_DONE
-        else room
-        for room in ROOMS
-    ],
-)
+@pytest.mark.parametrize("room", ROOMS)
 def test_docstrings_begin_with_a_verb(room):
     wrong = []
     for module in (name for name in MODULES if name.split(".")[0] == room):
