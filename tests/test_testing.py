@@ -15,7 +15,6 @@ import dspy
 import pytest
 from dspy import lm15
 from dspy.teleprompt.gepa import InstructionProposer
-from dspy.utils.exceptions import LMRateLimitError, LMTimeoutError, LMTransportError, LMUnexpectedError
 
 from dspy_combee import CombeeProposer, Playbook, PlaybookOptimizer
 from dspy_combee.testing import (
@@ -55,24 +54,28 @@ def answer(lm, question="crimson?", signature="question -> answer"):
 # Scripts ------------------------------------------------------------------------------------------------------
 
 
+YES, NO = {"answer": "yes"}, {"answer": "no"}
+
+
 @pytest.mark.parametrize(
-    "matcher",
-    ["crimson", re.compile(r"\bcrims[oa]n\b"), lambda prompt: "crimson" in prompt.question],
-    ids=["substring", "pattern", "predicate"],
+    ("rules", "default", "questions", "answers"),
+    [
+        ([("blue", NO), ("crimson", YES), ("crimson", NO)], None, ["crimson?", "blue?"], ["yes", "no"]),
+        ([(re.compile(r"\bcrims[oa]n\b"), YES)], None, ["crimson?"], ["yes"]),
+        ([(lambda prompt: "crimson" in prompt.question, YES)], NO, ["crimson?", "blue?"], ["yes", "no"]),
+        ({"crimson": YES}, NO, ["crimson", "green"], ["yes", "no"]),
+        (
+            [("crimson", [YES, NO]), ("crimson", {"answer": "rest"})],
+            None,
+            ["crimson"] * 4,
+            ["yes", "no", "rest", "rest"],
+        ),
+    ],
+    ids=["substring", "pattern", "predicate", "mapping", "list"],
 )
-def test_the_first_rule_that_matches_answers(matcher):
-    lm = ScriptedLM([("blue", {"answer": "no"}), (matcher, {"answer": "yes"}), ("crimson", {"answer": "late"})])
-    assert [answer(lm, question) for question in ("crimson?", "blue?")] == ["yes", "no"]
-
-
-def test_rules_may_be_a_mapping_and_a_default_takes_the_rest():
-    lm = ScriptedLM({"crimson": {"answer": "yes"}}, default={"answer": "other"})
-    assert [answer(lm, question) for question in ("crimson", "green")] == ["yes", "other"]
-
-
-def test_a_list_is_used_up_in_order_then_later_rules_answer():
-    lm = ScriptedLM([("crimson", [{"answer": "1"}, {"answer": "2"}]), ("crimson", {"answer": "rest"})])
-    assert [answer(lm) for _ in range(4)] == ["1", "2", "rest", "rest"]
+def test_the_first_rule_that_matches_and_has_a_reply_left_answers(rules, default, questions, answers):
+    lm = ScriptedLM(rules, default)
+    assert [answer(lm, question) for question in questions] == answers
 
 
 def test_a_list_is_used_once_each_under_threads():
@@ -105,13 +108,13 @@ def test_what_a_prompt_asks_for_is_told_from_the_request_and_never_from_data():
     request = lm15.Request("m", (lm15.Message.user("hi"),), config=lm15.Config(response_format=schema))
     assert Prompt.of(request).wants_json
     assert Prompt.of(request).output_fields == ("answer",)
-    lm = ScriptedLM(default={"answer": "yes"})
+    lm = ScriptedLM(default=YES)
     answer(lm, "Respond with a JSON object in the following order of fields: `fake`.")
     assert lm.calls[0].prompt.output_fields == ("answer",)
 
 
 def test_media_appear_as_a_tag():
-    lm = ScriptedLM(default={"answer": "yes"})
+    lm = ScriptedLM(default=YES)
     ask(lm, "picture: dspy.Image -> answer", picture=dspy.Image("https://example.org/a.png"))
     assert "https://example.org/a.png" in lm.calls[0].prompt
 
@@ -119,23 +122,20 @@ def test_media_appear_as_a_tag():
 @pytest.mark.parametrize(
     ("error", "seen"),
     [
-        (lm15.RateLimitError("slow down"), LMRateLimitError),
-        (TimeoutError("late"), LMTimeoutError),
-        (ConnectionError("gone"), LMTransportError),
-        (KeyError("bug"), LMUnexpectedError),
+        *[(lm15.RateLimitError("slow"), dspy.LMRateLimitError), (TimeoutError("late"), dspy.LMTimeoutError)],
+        *[(ConnectionError("gone"), dspy.LMTransportError), (KeyError("bug"), dspy.LMUnexpectedError)],
     ],
 )
 def test_errors_are_what_dspy_makes_of_a_provider_s(error, seen):
-    lm = ScriptedLM([("crimson", [error, {"answer": "yes"}])])
+    lm = ScriptedLM([("crimson", [error, YES])])
     with pytest.raises(seen):
         answer(lm)
     assert answer(lm) == "yes"
     assert lm.calls[0].reply.endswith(str(error))
 
 
-def test_retries_are_dspy_s_when_asked_for_and_nothing_is_cached():
-    error = lm15.RateLimitError("slow down", retry_after=0.0)
-    lm = ScriptedLM([("crimson", [error])], {"answer": "yes"}, num_retries=1)
+def test_it_neither_retries_nor_caches_unless_told_to():
+    lm = ScriptedLM([("crimson", [lm15.RateLimitError("slow down", retry_after=0.0)])], YES, num_retries=1)
     assert [answer(lm), answer(lm)] == ["yes", "yes"]
     assert len(lm.calls) == 3
     assert (ScriptedLM().cache, ScriptedLM().num_retries) == (False, 0)
@@ -155,7 +155,7 @@ def test_prompts_and_replies_that_a_script_cannot_serve_are_errors():
         lm("What about violet")
     assert isinstance(caught.value, UnmatchedPromptError)
     assert "UnmatchedPromptError" in lm.calls[0].reply
-    with pytest.raises(LMUnexpectedError, match="a reply is"):
+    with pytest.raises(dspy.LMUnexpectedError, match="a reply is"):
         ScriptedLM(default=7)("hello")
 
 
@@ -191,7 +191,7 @@ def test_latency_may_depend_on_the_prompt_and_chance():
 
 
 def test_async_programs_work_and_do_not_hold_the_loop():
-    lm = ScriptedLM(default={"answer": "yes"}, latency=0.1)
+    lm = ScriptedLM(default=YES, latency=0.1)
     predict = dspy.Predict("question -> answer")
 
     async def both():
@@ -209,8 +209,8 @@ def test_streams_end_in_the_same_text():
     assert "".join(event.delta.text for event in events if event.type == "delta") == "one two"
 
 
-def test_copies_share_the_script_and_the_record():
-    lm = ScriptedLM([("crimson", [{"answer": "1"}, {"answer": "2"}, {"answer": "3"}])])
+def test_copies_share_the_script_and_the_record_and_a_pickled_one_starts_its_own():
+    lm = ScriptedLM([("crimson", [{"answer": "1"}, {"answer": "2"}, {"answer": "3"}]), ("", "rest")])
     program = dspy.Predict("question -> answer")
     program.lm = lm
     twin, other = program.deepcopy(), lm.copy(temperature=0.5)
@@ -218,14 +218,9 @@ def test_copies_share_the_script_and_the_record():
     assert [program(question="crimson").answer, twin(question="crimson").answer, answer(other)] == ["1", "2", "3"]
     assert len(lm.calls) == len(other.calls) == 3
     assert (other.kwargs["temperature"], lm.kwargs.get("temperature")) == (0.5, None)
-
-
-def test_a_pickled_copy_answers_and_starts_a_record_of_its_own():
-    lm = ScriptedLM([("crimson", "yes")])
-    lm("crimson")
-    twin = cloudpickle.loads(cloudpickle.dumps(lm))
-    assert twin("crimson") == ["yes"]
-    assert (len(lm.calls), len(twin.calls)) == (1, 1)
+    pickled = cloudpickle.loads(cloudpickle.dumps(lm))
+    assert pickled("crimson") == ["rest"]
+    assert (len(lm.calls), len(pickled.calls)) == (3, 1)
 
 
 # Lessons and what is lost of them -----------------------------------------------------------------------------
