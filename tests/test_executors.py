@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from functools import partial
 
 import dspy
 import pytest
 
-from dspy_combee import Executor, ProviderError, ThreadExecutor
+from dspy_combee import Executor, ExecutorError, ProviderError, ThreadExecutor
 from dspy_combee.calls.executors import Backoff
+from dspy_combee.calls.remote import TaskPayload, dumps, loads, pack, run_shard, sendable
+from dspy_combee.testing import ScriptedLM
 
 from . import ray_helpers
 from .lessons import examples, learning_lm, make
@@ -333,3 +336,106 @@ except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
     assert (process.returncode, out, err) == (0, "interrupted\n", "")
+
+
+# The worker's side of a task, without Ray --------------------------------------------------------------------------
+
+
+def shard(function, items, timeout=None):
+    """Run a shard in this process, and return what comes back."""
+    payload = TaskPayload(Remote(function), timeout, str, QUICK).pack()
+    sent_back, failure, usage = loads(run_shard(payload, Remote(function).send_items(items), 2))
+    return sent_back and loads(sent_back), failure, usage
+
+
+def ask(item):
+    return len(dspy.settings.lm.history), dspy.settings.lm(f"question {item}")[0], dspy.cache.enable_memory_cache
+
+
+@pytest.mark.parametrize("timeout", [None, WAIT])
+@pytest.mark.parametrize("tracks", [True, False])
+def test_dspys_state_goes_to_the_worker_but_the_history_of_a_language_model_stays(timeout, tracks):
+    lm = ScriptedLM(default="told")
+    lm("before")
+    with dspy.context(lm=lm), dspy.track_usage() if tracks else nullcontext():
+        dspy.configure_cache(enable_disk_cache=False, enable_memory_cache=False)
+        ((asked, reply, cached),), failure, usage = shard(ask, [1], timeout)
+    assert (asked, reply, cached, failure) == (0, "told", False, None)
+    assert (len(lm.history), len(lm.calls)) == (1, 1), "the worker's is a copy"
+    assert [len(entries) for entries in usage.values()] == ([1] if tracks else [])
+
+
+def test_an_error_that_cannot_be_pickled_comes_back_as_text():
+    def fail(item):
+        raise LookupError("no such tool", threading.Lock())
+
+    results, failure, _ = shard(fail, [1, 2])
+    assert results is None
+    assert type(failure) is ExecutorError
+    assert "LookupError: ('no such tool'" in str(failure)
+
+
+def test_a_disk_cache_that_the_worker_cannot_use_is_turned_off_with_a_warning(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(dspy.cache, "enable_disk_cache", True)
+    monkeypatch.setattr(dspy.cache, "disk_cache_dir", str(tmp_path / "file" / "folder"))
+    payload = TaskPayload(Remote(str), None, None, QUICK).pack()
+    dspy.configure_cache(enable_disk_cache=False, enable_memory_cache=True)
+    run_shard(payload, Remote(str).send_items([1]), 1)
+    assert "DSPy's disk cache cannot be used in this process" in caplog.text
+    assert not dspy.cache.enable_disk_cache
+
+
+def locked(wrap=lambda function: function):
+    guard = threading.Lock()
+
+    def score(*given):
+        with guard:
+            return 1.0
+
+    return type("Guarded", (), {"forward": wrap(score), "__module__": "__main__"})() if wrap else score
+
+
+def with_default(gold, guard=threading.Lock()):  # noqa: B008
+    return 1.0
+
+
+with_default.__module__ = "__main__"  # Of a script: it travels as a whole.
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (locked(), r"it: Guarded\.forward with 'guard', a lock"),
+        (locked(classmethod), r"it: Guarded\.forward with 'guard', a lock"),
+        (locked(None), r"it with 'guard', a lock"),
+        (with_default, r"it with a default\[0\]\[0\], a lock"),
+        (ray_helpers.Holder(client=threading.Lock()), r"it\.tools\['client'\], a lock"),
+        (ray_helpers.Holder(client=threading.Lock()).score, r"it: Holder\.tools\['client'\], a lock"),
+        (dspy.Example(notes=[1, {threading.Lock()}]), r"it\['notes'\]\[1\]\[0\], a lock"),
+        ((item for item in ()), r"it, a generator"),
+    ],
+)
+def test_what_cannot_travel_is_named(value, named):
+    with pytest.raises(TypeError, match=rf"cannot be sent to other processes: {named}, cannot be pickled"):
+        pack([value], lambda: {"that": 3, "it": value})
+
+
+def test_text_goes_in_the_place_of_what_cannot_travel():
+    lock = threading.Lock()
+    assert sendable({"a": [1, lock], "b": "text"}) == {"a": [1, repr(lock)], "b": "text"}
+    assert sendable(dspy.Prediction(answer=lock)).answer == repr(lock)
+
+
+def test_what_comes_back_changes_no_class_of_the_sender():
+    class Note:
+        text = "old"
+
+    sent = dumps(Note)
+    Note.text = "new"
+    there = loads(sent)  # Where the class is known it is brought up to date with what was sent.
+    assert (there, Note.text) == (Note, "old")
+    reply = dumps(Note(), reply=True)
+    Note.text = "new"
+    assert type(loads(reply)) is Note
+    assert Note.text == "new"
