@@ -222,7 +222,7 @@ BAD_OPTIONS = [
     ("threshold", True, TypeError, "be a number, got True"),
     ("threshold", 0, ValueError, "be over 0 and at most 1, got 0"),
     ("threshold", 1.6, ValueError, "be over 0 and at most 1, got 1.6"),
-    ("threshold", math.nan, ValueError, "be over 0 and at most 1, got nan"),
+    ("threshold", math.nan, ValueError, "be finite, got nan"),
     ("max_minibatch_size", 0, ValueError, "be at least 1, got 0"),
     ("max_minibatch_size", None, TypeError, "be an int .*, got None"),
     ("clock", 0.0, TypeError, "be a callable that returns seconds, got 0.0"),
@@ -457,7 +457,7 @@ def test_profiling_takes_at_most_a_quarter_and_ends(budget, num_examples, num_ta
     assert not decisions[-1].profiling
 
 
-limits = st.sampled_from([3, PLENTY, PLENTY])
+limits = st.sampled_from([3, 30, PLENTY, PLENTY])
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 1e4), st.booleans(), limits), min_size=30, max_size=30))
@@ -466,6 +466,7 @@ def test_after_profiling_n_moves_by_at_most_a_factor_of_2_and_the_limit_wins(ste
     for seconds, valid, limit in steps:
         decision = sizer.next_size(limit)
         sizer.observe(StepTiming(decision.n, 1, seconds, "" if valid else "made to fail"))
+        assert decision.n <= limit
         if not decision.profiling:
             wanted = min(max(decision.fit.choice, (last + 1) // 2), 2 * last) if last else decision.fit.choice
             assert decision.n == min(wanted, limit)

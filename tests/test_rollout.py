@@ -621,13 +621,23 @@ UNPARSED, FAILED = FailedPrediction("gibberish"), "The program failed on this ex
         ([call()], "KeyError: x", {"answer": "a0"}, f"{FAILED}KeyError: x", 0, True),
         ([step({}, None)], "Lost: x", "None: the call did not end.", f"{FAILED}Lost: x", 0, True),
         ([call(), step({}, UNPARSED)], "x", "```\ngibberish\n```", "Your output failed to parse. Follow th", 1, False),
+        (
+            [step({}, UNPARSED), step({}, FailedPrediction("x"))],
+            "x",
+            "\ngibberish\n",
+            "Your output failed to pars",
+            0,
+            False,
+        ),
         ([call(), step({}, UNPARSED, "other")], "x", {"answer": "a0"}, f"{FAILED}x", 0, False),
     ],
-    ids=["raised", "call raised", "unparsed", "other unparsed"],
+    ids=["raised", "call raised", "unparsed", "twice unparsed", "other unparsed"],
 )
 def test_record_of_a_failed_program_says_why(steps, error, outputs, feedback, num_earlier, kept):
     failed = rollout_of(*steps, error=error, score=0.0)
-    (record,) = records(failed, metric=raising(AssertionError("asked")))
+    maker = maker_of(raising(AssertionError("asked")))
+    (record,) = maker.records([failed], ["solve"])["solve"]
+    assert maker.take_feedback_calls()[0] == 0
     shown = record["Generated Outputs"]
     assert outputs in shown if isinstance(outputs, str) else outputs == shown
     assert record["Feedback"].startswith(feedback)

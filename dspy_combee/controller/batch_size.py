@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, Protocol
 
-from dspy_combee.records.checks import check_int
+from dspy_combee.records.checks import check_finite, check_int
 from dspy_combee.records.types import BatchSizeFit
 
 logger = logging.getLogger("dspy_combee")
@@ -86,11 +86,10 @@ class PowerLawBatchSize:
         if not sizes:
             raise ValueError("candidates must hold at least one size, got none")
         object.__setattr__(self, "candidates", sizes)
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, Real):
-            raise TypeError(f"threshold must be a number, got {self.threshold!r}")
+        check_finite("threshold", self.threshold)
         if not 0 < self.threshold <= 1:
             raise ValueError(f"threshold must be over 0 and at most 1, got {self.threshold!r}")
-        check_int("max_minibatch_size", self.max_minibatch_size)
+        object.__setattr__(self, "max_minibatch_size", check_int("max_minibatch_size", self.max_minibatch_size))
         if not callable(self.clock):
             raise TypeError(f"clock must be a callable that returns seconds, got {self.clock!r}")
 
@@ -112,7 +111,7 @@ class PowerLawBatchSize:
             TypeError: A number is no int.
             ValueError: N is below 1 or the budget is negative.
         """
-        cap = min(check_int("num_examples", num_examples), int(self.max_minibatch_size))
+        cap = min(check_int("num_examples", num_examples), self.max_minibatch_size)
         budget = check_int("budget_rollouts", budget_rollouts, 0)
         wanted = sorted({min(n, cap) for n in self.candidates})
         first = wanted[0]
@@ -149,8 +148,7 @@ class PowerLawBatchSize:
             TypeError: A measurement (named in the message) is no pair of an int and a number.
             ValueError: One has NaN, infinite or negative seconds, or a size below 1.
         """
-        caps = {"the trainset": check_int("num_examples", num_examples)}
-        caps["max_minibatch_size"] = int(self.max_minibatch_size)
+        caps = {"the trainset": check_int("num_examples", num_examples), "max_minibatch_size": self.max_minibatch_size}
         medians = _medians(measurements)
         used = {n: seconds for n, seconds in medians.items() if seconds > 0}
         if used:
