@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,10 +25,10 @@ import dspy
 import pytest
 from dspy import lm15
 from dspy.clients import base_lm
-from dspy_combee.report.step_log import read_steps
 
 from dspy_combee import ProviderError, ReflectionError, UnknownCostError
 from dspy_combee.calls.executors import Backoff, ThreadExecutor
+from dspy_combee.records.step_log import read_steps
 from dspy_combee.testing import ScriptedLM
 
 from . import lessons, playbook_lessons
@@ -37,6 +38,7 @@ from .test_tracking import mlflow, runs_of, series  # noqa: F401 (a fixture)
 from .trace_samples import traces
 
 N, STEP = 12, 4
+STATES_0_1 = Path(__file__).parent / "data" / "states_0_1"
 
 
 def is_rollout(prompt) -> bool:
@@ -490,7 +492,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(kind, moment, kille
     resumed = kind.run(lm, log_dir=log_dir)
     assert account(resumed) == account(whole)
     assert [step.iteration for step in read_steps(log_dir)] == [1, 2, 3]
-    assert ("is cut short" in caplog.text) == (moment == "between two steps")
+    assert ("is incomplete and is left out" in caplog.text) == (moment == "between two steps")
     paid = len(whole_lm.calls) - len(lm.calls)
     assert made[0] <= paid, "nothing that had ended is paid for again, and the validation of the start is not"
     if moment == "between two steps":
@@ -519,6 +521,16 @@ def test_a_log_dir_that_a_run_uses_is_refused(kind, tmp_path):
 
     kind.run(kind.lm(), log_dir=tmp_path, step_callbacks=[start_another])
     assert refused == [[], [], []], "nothing is spent"
+
+
+@every_offline_kind
+def test_a_run_of_version_0_1_goes_on(kind, tmp_path):
+    """`data/states_0_1` holds what it left after two steps, or three, of which gepa makes the third again."""
+    whole_lm, lm = kind.lm(), kind.lm()
+    whole = kind.run(whole_lm)
+    shutil.copytree(STATES_0_1 / kind.name.replace(",", "").replace(" ", "_"), tmp_path, dirs_exist_ok=True)
+    assert account(kind.run(lm, log_dir=tmp_path)) == account(whole)
+    assert 0 < len(lm.calls) < 0.7 * len(whole_lm.calls)
 
 
 # What ends a run, and what does not ----------------------------------------------------------------------------

@@ -157,15 +157,20 @@ class StateFile:
         )
 
     def _differing(self, saved: Mapping[str, Any], version: int) -> list[str]:
-        """Return the names in which the saved run differs; version 1 said less of a run, and None for no valset."""
+        """Return the names in which the saved run differs; version 1 said less of a run."""
         names = saved.keys() if version == 1 else {*saved, *self.run}
-        own = {**self.run, "valset": self.run.get("valset") if saved.get("valset") is not None else None}
-        ours = own if version == 1 and self.run.get("valset", [0])[0] == 0 else self.run
-        return sorted(name for name in names if saved.get(name) != ours.get(name))
+        pairs = {name: (saved.get(name), self.run.get(name)) for name in names}
+        # Of examples that a run had not, version 1 said None in one place and that they are 0 in another.
+        absent = {name for name, pair in pairs.items() if version == 1 and all(map(_are_none, pair))}
+        return sorted(name for name, (there, here) in pairs.items() if there != here and name not in absent)
 
     @property
     def _format(self) -> str:
         return f"dspy_combee.{self.path.stem}"
+
+
+def _are_none(examples: Any) -> bool:
+    return examples is None or (isinstance(examples, list) and examples[:1] == [0])
 
 
 def _load(plain: Any) -> LoopState:
