@@ -152,7 +152,7 @@ def test_a_run_that_was_killed_in_the_middle_goes_on(case, killed, whole, caplog
     told = [step.to_dict() for step in read_steps(log_dir)]
     assert [step["iteration"] for step in told] == [step.iteration for step in steps]
     assert "�" not in (log_dir / FILE_NAME).read_text(encoding="utf-8")
-    assert ("is cut short" in caplog.text) == ("line" in case)
+    assert ("is incomplete" in caplog.text) == ("line" in case)
 
 
 def cost(step):
