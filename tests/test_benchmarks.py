@@ -460,7 +460,7 @@ def test_costs_are_compared_within_a_front_door_and_in_dollars_where_all_have_a_
 
 
 def test_the_ablations_print_both_figures(monkeypatch, capsys):
-    monkeypatch.setattr(ablations, "QUICK_SIZES", (50, 5, 10))
+    monkeypatch.setattr(ablations, "run_trial", lambda trial: ablations.Finding(50.0, 1.0, trial.num_groups, 9, (5, 5)))
     options = ["--quick", "--workers", "1", "--optimizer", "playbook", "--seeds", "1", "--factor", "1000"]
     assert ablations.main(options) == 0
     output = capsys.readouterr().out
@@ -475,6 +475,8 @@ def test_the_ablations_print_both_figures(monkeypatch, capsys):
     assert len(re.findall(r"^\| (?:10|40|auto) \|", output, re.MULTILINE)) == 6
     assert len(re.findall(r"^\| (?:1|7|50) \|", output, re.MULTILINE)) == 6
     assert output.count("Highest mean of") == 8
+    assert output.count("| 50.0 | 1.0 | 1.00 | 2 x 5 |") == 6
+    assert output.count("Highest mean of lessons kept at p = 1: 50.0 with k = 50.") == 2
 
 
 def test_a_real_model_is_not_called_simulated(monkeypatch, capsys):

@@ -178,6 +178,7 @@ def test_models_that_cannot_be_reached(arguments, environment, message):
 def test_a_path_that_cannot_be_written_after_the_run(capsys, monkeypatch, tmp_path, one_seed):
     path = tmp_path / "folder" / "program.json"
     path.parent.mkdir()
+    monkeypatch.setattr(demo, "_ARMS", {"Combee": (None, False)})
     monkeypatch.setattr(demo, "_explain", lambda program, seed: path.parent.rmdir())
     assert command("demo", "--save", path, "--budget", 160) == 2
     assert_one_line(capsys.readouterr().err, f"--save {path} cannot be written: [Errno 2] No such file or directory")

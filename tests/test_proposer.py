@@ -320,7 +320,7 @@ def test_rate_limits_change_nothing_but_the_number_of_calls():
 
     lm = reflector(turned_away_once, turned_away_once)
     proposer = CombeeProposer(reflection_lm=lm)
-    proposer.executor = ThreadExecutor(3, Backoff(first_delay=0.001, incidents=100))
+    proposer.guard = CallGuard(ThreadExecutor(3, Backoff(first_delay=0.001, incidents=100)))
     proposal = reflect(proposer, 40)
     assert proposal.new_texts == reflect(CombeeProposer(reflection_lm=reflector()), 40).new_texts
     assert proposal.metadata["combee:errors"] == {}
@@ -329,7 +329,7 @@ def test_rate_limits_change_nothing_but_the_number_of_calls():
 
 def test_a_provider_that_stays_away_gives_no_proposal_and_a_log_line(caplog):
     proposer = CombeeProposer(reflection_lm=reflector(ConnectionError("refused")))
-    proposer.executor = ThreadExecutor(3, Backoff(first_delay=0.001, incidents=3))
+    proposer.guard = CallGuard(ThreadExecutor(3, Backoff(first_delay=0.001, incidents=3)))
     proposal = reflect(proposer, 40)
     assert proposal.new_texts == {}
     assert "cannot be reached" in proposal.metadata["combee:error"]
