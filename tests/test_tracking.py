@@ -13,9 +13,11 @@ import pytest
 from dspy_combee import PowerLawBatchSize
 from dspy_combee.runs.tracking import PREFIX, STEP, StepTracking, TrackingOptions, has_wandb_run, step_metrics
 
+from . import playbook_lessons, trace_runs
 from .clocks import LookClock
-from .lessons import learn, learning_lm
+from .lessons import examples, learn, learning_lm, make
 from .report_samples import EXAMPLES, steps_of
+from .trace_samples import traces
 
 # MLflow, pandas, W&B and what they import warn each other.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -228,6 +230,24 @@ def test_w_and_b_gets_the_same_numbers(wandb, tmp_path):
     assert [(row[STEP], row["combee/n"]) for row in ours(rows)] == [(step.iteration, step.n) for step in result.steps]
     # In the row of GEPA's iteration, so nothing of GEPA's is refused either.
     assert [row["iteration"] for row in ours(rows)] == [step.iteration for step in result.steps]
+
+
+def traces_then_search(lm, **options):
+    optimizer = make(lm, reflection_minibatch_size=4, **options)
+    return trace_runs.compile_on(optimizer, lm, traces(8), trainset=examples(12), valset=examples(4))
+
+
+@pytest.mark.parametrize(
+    ("run", "model"),
+    [(playbook_lessons.learn, playbook_lessons.playbook_lm), (traces_then_search, learning_lm)],
+    ids=["playbook", "traces then search"],
+)
+def test_w_and_b_gets_each_step_of_a_run_that_is_no_search_alone(run, model, wandb, tmp_path):
+    steps = run(model(), use_wandb=True).detailed_results.steps
+    assert wandb.run is None
+    (rows,) = wandb_rows(tmp_path)
+    assert len(steps) > 1
+    assert [(row[STEP], row["combee/n"]) for row in ours(rows)] == [(step.iteration, step.n) for step in steps]
 
 
 @pytest.mark.parametrize("options", [{}, {"gepa_kwargs": {"wandb_attach_existing": True}}], ids=["found", "told"])

@@ -74,8 +74,9 @@ class WandbTracker:
     """Log to the active W&B run.
 
     Args:
-        attached: Whether the run is the host's. W&B counts one step for all of a run and refuses to go back: in the
-            host's run each step of ours takes the next one, in GEPA's own the one at which GEPA is.
+        attached: Whether the run is not GEPA's own: the host's, or one opened for steps that are no search's. W&B counts
+            one step for all of a run and refuses to go back: there each step of ours takes the next one, in GEPA's own
+            the one at which GEPA is.
     """
 
     def __init__(self, attached: bool) -> None:
@@ -181,7 +182,7 @@ class StepTracking:
 
     def _trackers(self) -> list[Tracker]:
         trackers: list[Tracker] = [MlflowTracker()] if self.options.use_mlflow else []
-        return [*trackers, WandbTracker(self._attached)] if self.options.use_wandb else trackers
+        return [*trackers, WandbTracker(self._attached or self._is_open)] if self.options.use_wandb else trackers
 
 
 def has_wandb_run() -> bool:
