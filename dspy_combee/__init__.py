@@ -1,4 +1,4 @@
-"""Combee for DSPy: prompt learning from large minibatches without losing lessons."""
+"""Combee for DSPy: prompt learning from large minibatches."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import dspy
 from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS
@@ -36,7 +36,9 @@ from dspy_combee.runs.scope import RunOptions, RunScope
 from dspy_combee.runs.search import Search, has_gepa_state, items_of, refuse_other_state, search_budget
 from dspy_combee.runs.state import TRACE_STATE
 from dspy_combee.runs.tracking import TRACKER_KEYWORDS, TrackingOptions
-from dspy_combee.traces import Trace
+
+if TYPE_CHECKING:
+    from dspy_combee.traces import Trace
 
 logger = logging.getLogger("dspy_combee")
 

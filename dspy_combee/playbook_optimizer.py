@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dspy.teleprompt.teleprompt import Teleprompter
 
@@ -31,7 +31,9 @@ from dspy_combee.runs.result import PlaybookResult
 from dspy_combee.runs.scope import RunOptions, RunScope
 from dspy_combee.runs.state import PLAYBOOK_STATE
 from dspy_combee.runs.tracking import TrackingOptions
-from dspy_combee.traces import Trace
+
+if TYPE_CHECKING:
+    from dspy_combee.traces import Trace
 
 
 class PlaybookOptimizer(Teleprompter):
@@ -181,9 +183,8 @@ class PlaybookOptimizer(Teleprompter):
 
     def get_params(self) -> dict[str, Any]:
         """Return the options, by keyword."""
-        run = {**vars(self.run_options), **vars(self.run_options.tracking)}
-        names = inspect.signature(type(self)).parameters.keys()
-        return {name: {**run, **vars(self.options), **vars(self)}[name] for name in names}
+        given = {**vars(self.run_options), **vars(self.run_options.tracking), **vars(self.options), **vars(self)}
+        return {name: given[name] for name in inspect.signature(type(self)).parameters}
 
     def compile(  # type: ignore[override]
         self,
@@ -236,7 +237,6 @@ class PlaybookOptimizer(Teleprompter):
         replayed = ReplayedSizes(size) if isinstance(size, list) else None
         sources = []
         if traces is not None:
-            predictors = [name for name, _ in named_predictors(student)]
             sources.append(
                 trace_source(check_traces(traces, predictors), size, self.num_epochs, options.seed, replayed)
             )

@@ -139,9 +139,11 @@ def test_exported_names():
 
 def test_import_stays_light():
     heavy = "ray", "matplotlib", "scipy", "sklearn"
-    code = f"import sys; from dspy_combee import *; print([name for name in {heavy} if name in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
-    assert run.stdout.strip() == "[]"
+    unused = "dspy_combee.playbook", "dspy_combee.traces", "dspy_combee.report.plots", "jinja2", "filelock", *heavy
+    for names, absent in (("*", heavy), ("CombeeOptimizer", unused)):
+        code = f"import sys; from dspy_combee import {names}; print([name for name in {absent} if name in sys.modules])"
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+        assert run.stdout.strip() == "[]"
 
 
 # Dependencies: those that are imported ------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import random
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import dspy
 from dspy.adapters.json_adapter import JSONAdapter
@@ -37,7 +37,9 @@ from dspy_combee.reduce import resolve_aggregator
 from dspy_combee.reduce.tree import Aggregator, NodeCall, NodeCalls, ReductionTask, reduce_tasks
 from dspy_combee.rollouts.feedback import RecordMaker
 from dspy_combee.rollouts.map import ProgramCopier
-from dspy_combee.traces import Trace
+
+if TYPE_CHECKING:
+    from dspy_combee.traces import Trace
 
 logger = logging.getLogger("dspy_combee")
 

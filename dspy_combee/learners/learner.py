@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dspy_combee.calls.executors import Executor
 from dspy_combee.calls.guard import CallGuard
@@ -18,7 +18,9 @@ from dspy_combee.records.types import Reduction, ReflectionRecord, Rollout, Step
 from dspy_combee.reduce.shuffle import default_num_groups, effective_duplication
 from dspy_combee.reduce.tree import SMALLEST_TREE, TreeAggregator
 from dspy_combee.rollouts.feedback import Scorer
-from dspy_combee.traces import Trace, to_record
+
+if TYPE_CHECKING:
+    from dspy_combee.traces import Trace
 
 State = TypeVar("State")
 
@@ -143,7 +145,7 @@ class Learner(Protocol[State]):
 
 def are_traces(evidence: Sequence[Any]) -> bool:
     """Return whether a minibatch is one of collected traces."""
-    return bool(evidence) and isinstance(evidence[0], Trace)
+    return bool(evidence) and not isinstance(evidence[0], Rollout)
 
 
 def trace_id(position: int, trace: Trace) -> str:
@@ -166,6 +168,8 @@ def check_traces(traces: Any, predictors: Iterable[str]) -> Sequence[Trace]:
         ValueError: If there is none, or one names a predictor that the program does not have.
         TraceError: If a file holds a bad one.
     """
+    from dspy_combee.traces import Trace  # Readers load with the first traces.
+
     if isinstance(traces, str | bytes | Mapping | Trace) or not isinstance(traces, Iterable):
         hint = f": use load_traces({traces!r})" if isinstance(traces, str) else ""
         given = type(traces).__name__
@@ -229,6 +233,8 @@ def trace_record(trace: Trace, max_tokens: int, source: int, name: str, predicto
         name: The predictor.
         predictors: All predictors of the program.
     """
+    from dspy_combee.traces import to_record
+
     if trace.predictor is not None or len(predictors) < 2:
         return to_record(trace, max_tokens, source)
     record = to_record(trace, max(LEAST_TOKENS // 10, max_tokens - _NOTE_TOKENS), source)

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import dspy
 
@@ -44,7 +44,9 @@ from dspy_combee.reduce import resolve_aggregator
 from dspy_combee.reduce.tree import Aggregator, ReductionTask, reduce_tasks
 from dspy_combee.rollouts.feedback import RecordMaker, Scorer, feedback_of
 from dspy_combee.rollouts.map import ProgramCopier
-from dspy_combee.traces import Trace
+
+if TYPE_CHECKING:
+    from dspy_combee.traces import Trace
 
 logger = logging.getLogger("dspy_combee")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
+import dspy
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from dspy_combee.records.text import text_of
@@ -25,8 +26,10 @@ def to_plain(value: Any) -> Any:
         return value
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: to_plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, dspy.Example):  # Predictions too.
+        return to_plain(value.toDict())
     if isinstance(value, Mapping):
-        return {name if isinstance(name, str) else text_of(name): to_plain(item) for name, item in value.items()}
+        return {key if isinstance(key, str | int) else text_of(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [to_plain(item) for item in value]
     return text_of(value)

@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Any
 from dspy_combee.records.step_log import FILE_NAME, read_steps
 from dspy_combee.records.text import repair
 from dspy_combee.records.types import StepRecord, Usage
-from dspy_combee.report import plots, summary
-from dspy_combee.report.diff import diff_lines
-from dspy_combee.report.playbook import playbook_histories
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -37,6 +34,9 @@ def html_page(steps: Sequence[StepRecord]) -> str:
     Args:
         steps: The steps of a run, in order.
     """
+    from dspy_combee.report import summary  # What a page is made with loads with the first page.
+    from dspy_combee.report.playbook import playbook_histories
+
     num_calls = sum(len(step.nodes) for step in steps)
     num_texts = 2 * num_calls + sum(len(getattr(step, "reflections", ())) for step in steps)
     page = _template().render(
@@ -98,10 +98,14 @@ class RunReport:
 
     def plot_scores(self, ax: Axes | None = None) -> Axes:
         """Plot the best score over metric calls; without validation, the minibatch scores."""
+        from dspy_combee.report import plots
+
         return plots.draw_scores(self.steps, ax=ax)
 
     def plot_delay(self, ax: Axes | None = None) -> Axes:
         """Plot the delay curve, log-log: measured points, fit and chosen n (paper, section 3.3)."""
+        from dspy_combee.report import plots
+
         return plots.draw_delay(self.steps, ax)
 
     def plot_tree(self, iteration: int | None = None, component: str | None = None, ax: Axes | None = None) -> Axes:
@@ -113,6 +117,8 @@ class RunReport:
             component: The component, or playbook. Default: the step's first.
             ax: Where to draw.
         """
+        from dspy_combee.report import plots
+
         return plots.draw_tree(self.steps, iteration, component, ax)
 
     @property
@@ -127,6 +133,9 @@ class RunReport:
 @cache
 def _template() -> Template:
     from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    from dspy_combee.report import plots, summary
+    from dspy_combee.report.diff import diff_lines
 
     loader = PackageLoader("dspy_combee", "report")
     environment = Environment(

@@ -12,7 +12,7 @@ from dspy_combee.controller.batch_size import StepTiming
 from dspy_combee.controller.sampling import EpochSampler
 from dspy_combee.records.secrets import shorten
 from dspy_combee.records.types import Reduction, Rollout, StepRecord, Usage
-from dspy_combee.runs.scope import RunScope
+from dspy_combee.runs.scope import RunScope, answered_by_cache
 
 logger = logging.getLogger("dspy_combee")
 
@@ -206,10 +206,7 @@ class StepRecorder:
             return f"its minibatches differ in size ({', '.join(str(record.n) for record in records)})"
         if self._decision is not None and (self._decision.clamped or records[0].n < self._decision.n):
             return "the budget cut it short"
-        usage = records[0].usage
-        if 2 * usage.cache_hits > usage.calls:
-            return f"the cache answered {usage.cache_hits} of its {usage.calls} LM calls"
-        return ""
+        return answered_by_cache(records[0].usage)
 
     def get_state(self) -> dict[str, Any]:
         """Return what a resumed run needs to go on counting."""

@@ -25,9 +25,8 @@ from dspy_combee.controller.batch_size import (
 from dspy_combee.controller.sampling import Budget, EpochSampler
 from dspy_combee.learners.learner import Learner, Proposal, State, trace_id
 from dspy_combee.records.checks import digest_of
-from dspy_combee.records.errors import ReflectionError
 from dspy_combee.records.types import ProposalNode, Reduction, Rollout, StepRecord, Usage
-from dspy_combee.runs.scope import FAILED_STEPS, RunScope, mean
+from dspy_combee.runs.scope import FAILED_STEPS, RunScope, answered_by_cache, mean, reflection_failed
 from dspy_combee.runs.state import LoopState, StateFile
 
 logger = logging.getLogger("dspy_combee")
@@ -160,7 +159,6 @@ class Loop(Generic[State]):
         self.state_file = None if state_path is None else StateFile(state_path, self._identity())
         self._failed_steps = 0
         self._last_reason = ""
-        scope.facts = learner.facts
 
     @property
     def best_step(self) -> int:
@@ -230,9 +228,7 @@ class Loop(Generic[State]):
     def _next_source(self) -> Source | None:
         """Return the source of the next step; None when the run is over."""
         if self._failed_steps >= FAILED_STEPS:
-            raise ReflectionError(
-                f"Reflection proposed nothing in {FAILED_STEPS} steps in a row. The last cause: {self._last_reason}"
-            )
+            raise reflection_failed(self._last_reason)
         source = next((source for source in self.sources if not source.is_spent), None)
         if source is None:
             return None
@@ -272,12 +268,12 @@ class Loop(Generic[State]):
         invalid_reason = _invalid_reason(proposal, source, used)
         source.sampler.observe(StepTiming(len(items), 1, sum(times.values()), invalid_reason))
         self._failed_steps = self._failed_steps + 1 if proposal.failed else 0
-        record = self._judged(self._record(source, rollouts, used, times), proposal, source)
+        record = self._judged(proposal, source, rollouts, used, times)
         self._last_reason = record.reason
         if proposal.failed:
             logger.warning("Step %d taught nothing: %s", number, record.reason)
         self._log_step(record)
-        scope.tell_listeners([record])
+        scope.tell_listeners([record], self.learner.facts(record))
 
     def _run(self, source: Source, items: Sequence[Any]) -> list[Rollout]:
         decision = source.sampler.decision
@@ -289,34 +285,16 @@ class Loop(Generic[State]):
         """Return how many examples and traces were drawn so far."""
         return sum(source.sampler.drawn for source in self.sources)
 
-    def _record(self, source: Source, rollouts: Sequence[Rollout], used: Usage, times: dict[str, float]) -> StepRecord:
-        """Return the record of a step as far as it does not depend on the proposal."""
-        decision = source.sampler.decision
-        return StepRecord(
-            iteration=self.state.step + 1,
-            parent=self.state.kept,
-            minibatch_ids=self.ids,
-            n=len(self.ids),
-            k=0,
-            duplication_factor=0,
-            scores_before=tuple(rollout.score for rollout in rollouts),
-            scores_after=(),
-            accepted=False,
-            candidate=None,
-            reason="",
-            reductions=(),
-            seconds=sum(times.values()),
-            validation_seconds=0.0,
-            profiling=decision is not None and decision.profiling,
-            size_reason="" if decision is None else decision.reason,
-            fit=None if decision is None else decision.fit,
-            usage=used,
-            phase_seconds=times,
-            from_traces=source.of_traces,
-        )
-
-    def _judged(self, record: StepRecord, proposal: Proposal[State], source: Source) -> StepRecord:
+    def _judged(
+        self,
+        proposal: Proposal[State],
+        source: Source,
+        rollouts: Sequence[Rollout],
+        used: Usage,
+        times: dict[str, float],
+    ) -> StepRecord:
         """Validate a proposal, keep it or not, and save the step and the state after it."""
+        number, decision = self.state.step + 1, source.sampler.decision
         accepted = proposal.state != self.current
         reason = proposal.reason
         changes: dict[str, Any] = {}
@@ -329,7 +307,7 @@ class Loop(Generic[State]):
                     "best": proposal.state,
                     "best_scores": scores,
                     "best_score": score,
-                    "best_step": record.iteration,
+                    "best_step": number,
                 }
             elif source.of_traces:
                 accepted = False
@@ -344,28 +322,37 @@ class Loop(Generic[State]):
         trees = (
             [_without_long_prompts(tree) for tree in proposal.reductions] if source.of_traces else proposal.reductions
         )
-        plain = {name: getattr(record, name) for name in record.__dataclass_fields__}
-        made = {
-            "k": max((tree.num_groups for tree in trees), default=0),
-            "duplication_factor": min((tree.duplication_factor for tree in trees), default=0),
-            "accepted": accepted,
-            "candidate": kept if accepted else None,
-            "reason": reason,
-            "reductions": tuple(trees),
-            "validation_seconds": seconds,
-            "phase_seconds": {**record.phase_seconds, **({} if score is None else {"validation": seconds})},
-            "validation_score": score,
-            "best_score": changes.get("best_score", self.state.best_score),
-            "metric_calls": self.scope.spent.metric_calls,
-            "elapsed": self.scope.elapsed,
-        }
-        record = self.learner.step_type(**{**plain, **made, **proposal.details})
+        record = self.learner.step_type(
+            iteration=number,
+            parent=self.state.kept,
+            minibatch_ids=self.ids,
+            n=len(self.ids),
+            k=max((tree.num_groups for tree in trees), default=0),
+            duplication_factor=min((tree.duplication_factor for tree in trees), default=0),
+            scores_before=tuple(rollout.score for rollout in rollouts),
+            scores_after=(),
+            accepted=accepted,
+            candidate=kept if accepted else None,
+            reason=reason,
+            reductions=tuple(trees),
+            seconds=sum(times.values()),
+            validation_seconds=seconds,
+            profiling=decision is not None and decision.profiling,
+            size_reason="" if decision is None else decision.reason,
+            fit=None if decision is None else decision.fit,
+            usage=used,
+            phase_seconds=times if score is None else {**times, "validation": seconds},
+            validation_score=score,
+            best_score=changes.get("best_score", self.state.best_score),
+            metric_calls=self.scope.spent.metric_calls,
+            elapsed=self.scope.elapsed,
+            from_traces=source.of_traces,
+            **proposal.details,
+        )
         self.current = proposal.state
         # Before the state: what the step log holds beyond that is taken off at a resume.
         self.scope.log_steps([record])
-        self._save(
-            current=self.current, kept=kept, step=record.iteration, batch_sizes=tuple(self.scope.batch_sizes), **changes
-        )
+        self._save(current=self.current, kept=kept, step=number, batch_sizes=tuple(self.scope.batch_sizes), **changes)
         return record
 
     def _validate(self, state: State) -> tuple[tuple[float, ...], float]:
@@ -441,9 +428,7 @@ def _invalid_reason(proposal: Proposal[Any], source: Source, used: Usage) -> str
         return proposal.reason or "there was nothing to reflect on"
     if source.sampler.decision is not None and source.sampler.decision.clamped:
         return f"the {source.name} that are left are fewer" if source.of_traces else "the budget cut it short"
-    if 2 * used.cache_hits > used.calls:
-        return f"the cache answered {used.cache_hits} of its {used.calls} LM calls"
-    return ""
+    return answered_by_cache(used)
 
 
 def _without_long_prompts(tree: Reduction) -> Reduction:

@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import dspy
 from dspy.teleprompt.gepa.gepa import DspyGEPAResult
 
-from dspy_combee.learners.provenance import BulletProvenance, bullet_ids, trace_bullet
-from dspy_combee.playbook import Playbook
-from dspy_combee.playbook.records import PlaybookStep
 from dspy_combee.records.provenance import Provenance, trace_back
-from dspy_combee.records.types import Spent, StepRecord
+from dspy_combee.records.types import Spent, StepRecord, to_plain
 from dspy_combee.report import RunReport
 from dspy_combee.runs.events import REPEATED
 
 if TYPE_CHECKING:
+    from dspy_combee.learners.provenance import BulletProvenance
+    from dspy_combee.playbook import Playbook
+    from dspy_combee.playbook.records import PlaybookStep
     from dspy_combee.runs.loop import Loop
     from dspy_combee.runs.scope import RunScope
     from dspy_combee.runs.search import Search
@@ -93,24 +92,12 @@ class CombeeResult(RunReport, DspyGEPAResult):
 
     def to_dict(self) -> dict[str, Any]:
         """Return `dspy.GEPA`'s fields and ours as plain values that JSON takes."""
-        plain: dict[str, Any] = _plain(super().to_dict())
-        plain["steps"] = _plain([step.to_dict() for step in self.steps])
+        plain: dict[str, Any] = to_plain(super().to_dict())
+        plain["steps"] = [step.to_dict() for step in self.steps]
         plain["batch_sizes"] = list(self.batch_sizes)
         plain["batch_size_fit"] = None if self.batch_size_fit is None else self.batch_size_fit.to_dict()
         plain["spent"] = self.spent.to_dict()
         return plain
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, dspy.Example):  # predictions too
-        return _plain(value.toDict())
-    if isinstance(value, dict):
-        return {key if isinstance(key, str | int) else str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    return str(value)
 
 
 @dataclass(frozen=True)
@@ -142,6 +129,8 @@ class PlaybookResult(RunReport):
         Raises:
             ValueError: If there is no such bullet, or there are several.
         """
+        from dspy_combee.learners.provenance import bullet_ids, trace_bullet  # Playbooks load when one is learned.
+
         steps = [step for step in self.steps if self.best_step is None or step.iteration <= self.best_step]
         components = {change.component for step in self.steps for change in step.changes}
         found: dict[str, str] = {}

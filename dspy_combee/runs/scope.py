@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dspy
-from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from dspy_combee.calls import resolve_executor
@@ -29,6 +29,7 @@ from dspy_combee.calls.guard import CallGuard
 from dspy_combee.controller.batch_size import PowerLawBatchSize
 from dspy_combee.learners.learner import LearnerTools
 from dspy_combee.records.checks import check_callbacks, check_finite, check_int, check_lm, check_positive, check_priced
+from dspy_combee.records.errors import ReflectionError
 from dspy_combee.records.secrets import keeping_secret, secrets_of, traceback_of
 from dspy_combee.records.step_log import StepLog
 from dspy_combee.records.types import Rollout, Spent, StepRecord, Usage
@@ -126,8 +127,6 @@ class RunScope:
         self.tracking = StepTracking(options.tracking, num_examples)
         self.batch_sizes: list[int] = []
         """n of each step, those before a resume included."""
-        self.facts: Callable[[StepRecord], Mapping[str, Any]] = lambda record: {}
-        """Gives what the progress line shows of a step beside the rest."""
         self._spent = Spent()
         self._steps: list[StepRecord] = []
         self._began = time.monotonic()
@@ -157,6 +156,7 @@ class RunScope:
         """
         lms = [self.reflection_lm, dspy.settings.lm, *lms_in(self.student)]
         with ExitStack() as stack:
+            stack.push(lambda kind, error, trace: self.progress.close(finished=kind is None))
             stack.enter_context(exclusive(self.log_dir))
             stack.enter_context(keeping_secret(secrets_of(lm for lm in lms if lm is not None)))
             if makes_rollouts:
@@ -164,12 +164,7 @@ class RunScope:
                 stack.enter_context(self.executor.opened())
             if tracked:
                 stack.enter_context(self.tracking.opened())
-            try:
-                yield
-            except BaseException:
-                self.progress.close(finished=False)
-                raise
-            self.progress.close(finished=True)
+            yield
 
     @contextmanager
     def running(self, best_program: Callable[[], Any], resumable: Callable[[], str]) -> Iterator[None]:
@@ -258,10 +253,19 @@ class RunScope:
             except Exception as error:
                 logger.warning("Step %d is not in %s yet: %s", record.iteration, self.step_log.path, error)
 
-    def tell_listeners(self, records: Sequence[StepRecord]) -> None:
-        """Tell progress line, trackers and callbacks of steps; one that fails ends no run that has been paid for."""
+    def tell_listeners(self, records: Sequence[StepRecord], facts: Mapping[str, Any] | None = None) -> None:
+        """Tell progress line, trackers and callbacks of steps; one that fails ends no run that has been paid for.
+
+        Args:
+            records: The steps.
+            facts: What the progress line shows of them beside the rest.
+        """
         tracking = [self.tracking] if self.tracking.is_wanted else []
-        listeners: list[Callable[[Any], Any]] = [self._show, *tracking, *self.options.step_callbacks]
+        listeners: list[Callable[[Any], Any]] = [
+            partial(self._show, facts or {}),
+            *tracking,
+            *self.options.step_callbacks,
+        ]
         for record in records:
             for listener in listeners:
                 try:
@@ -276,12 +280,12 @@ class RunScope:
         elif records:
             self._steps = [records[-1]]
 
-    def _show(self, record: StepRecord) -> None:
+    def _show(self, facts: Mapping[str, Any], record: StepRecord) -> None:
         usage = self.guard.meter.usage
         self.progress.show(
             step=len(self.batch_sizes),
             n=record.n,
-            **self.facts(record),
+            **facts,
             best=record.best_score,
             reflections=usage.calls,
             dollars=usage.cost or None,
@@ -354,6 +358,8 @@ def exclusive(log_dir: str | os.PathLike[str] | None) -> Iterator[None]:
     if log_dir is None:
         yield
         return
+    from filelock import FileLock, Timeout
+
     folder = Path(log_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LOCK_NAME).touch()  # An OSError where nothing can be written says so; a lock would only time out.
@@ -370,6 +376,18 @@ def exclusive(log_dir: str | os.PathLike[str] | None) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def reflection_failed(reason: str) -> ReflectionError:
+    """Return the error that ends a run after `FAILED_STEPS` steps in a row that proposed nothing."""
+    return ReflectionError(f"Reflection proposed nothing in {FAILED_STEPS} steps in a row. The last cause: {reason}")
+
+
+def answered_by_cache(usage: Usage) -> str:
+    """Say that the cache answered most of a step's LM calls, so that its time is no measurement; else nothing."""
+    if 2 * usage.cache_hits <= usage.calls:
+        return ""
+    return f"the cache answered {usage.cache_hits} of its {usage.calls} LM calls"
 
 
 def mean(scores: Iterable[float]) -> float | None:

@@ -26,14 +26,14 @@ from dspy_combee.calls.lm_calls import collect_history, usage_of
 from dspy_combee.controller.batch_size import resolve_sizer
 from dspy_combee.controller.sampling import Budget, BudgetedSampling, EpochSampler, resolve_selector, tasks_per_step
 from dspy_combee.learners.instruction import Candidate, CombeeProposer, InstructionLearner, Job, to_proposal
-from dspy_combee.records.errors import CombeeError, OutOfBudgetError, ReflectionError
+from dspy_combee.records.errors import CombeeError, OutOfBudgetError
 from dspy_combee.records.secrets import hide_secrets, shorten
 from dspy_combee.records.types import Reduction, Rollout
 from dspy_combee.reduce.shuffle import default_num_groups
 from dspy_combee.rollouts.feedback import raise_if_provider
 from dspy_combee.runs.adapter import CombeeAdapter
 from dspy_combee.runs.events import StepRecorder
-from dspy_combee.runs.scope import FAILED_STEPS, RunScope
+from dspy_combee.runs.scope import FAILED_STEPS, RunScope, reflection_failed
 from dspy_combee.runs.state import TRACE_STATE
 
 logger = logging.getLogger("dspy_combee")
@@ -358,9 +358,7 @@ class RunReflection:
         elif errors:
             self._failed_steps += 1
         if self._failed_steps >= FAILED_STEPS and self.failure is None:
-            self.failure = ReflectionError(
-                f"Reflection proposed nothing in {FAILED_STEPS} steps in a row. The last cause: {errors[-1]}"
-            )
+            self.failure = reflection_failed(errors[-1])
 
 
 def _completed(error: Exception, jobs: Sequence[Job], made: list[list[Reduction]]) -> list[list[Reduction]]:
